@@ -1,21 +1,24 @@
 """Every public call on emulated CUDA kernels, on a machine without a GPU.
 
-    import emulation                       # tests/support on the path
-    cupy = emulation.install("sm_80")      # first of all: it is `import cupy` from now on
+    import emulation                    # tests/support on the path
+    cupy = emulation.install("sm_80")   # first of all: what `import cupy` finds now
     x = cupy.asarray(numpy_array)
     cupyflash.attention(x, x, x).get()
 
-The package is the true one: dispatch, plan, launches and the kernels' own text. Only what
-lies below is replaced: CuPy by `stand_in.py`, whose arrays lie in host memory, and the
-headers of cuda_src/ptx/ and CUDA's own words by C++ (`ptx/`, `language.h`), so that g++
-makes a library of a kernel. `runtime.cpp` runs its threads as fibers, block by block.
+    python tests/support/emulation/run.py --arch sm_80 --rows attention/mma_short
 
-What a kernel may not do ends its launch with an error that names kernel, block and
-thread: touching what is not its memory, accesses that are not aligned, barriers that not
-all come to, lanes of a warp at different places, threads that wait for ever. Memory is
-poisoned before it is written (0xff: NaN, -1), shared memory too, and the target of a
-cp.async until it is waited for. CUPYFLASH_EMULATION_ORDER=last lets threads run in the
-opposite order, which shows what a missing barrier leaves to luck.
+The package is the true one: dispatch, plan, launches and the kernels' own text. Only
+what lies below is replaced: CuPy by `stand_in.py`, whose arrays lie in host memory, and
+the headers of cuda_src/ptx/ and CUDA's own words by C++ (`ptx/`, `language.h`), so that
+g++ makes a library of a kernel. `runtime.cpp` runs its threads as fibers, block by
+block.
+
+What a kernel may not do ends its launch with an error that names the kernel, and mostly
+block and thread: touching what is not its memory, accesses that are not aligned,
+barriers that not all come to, lanes of a warp at different places, threads that wait
+for ever. Memory is poisoned before it is written (0xff: NaN, -1), shared memory too,
+and the target of a cp.async until it is waited for. CUPYFLASH_EMULATION_ORDER=last lets
+threads run in the opposite order, which shows what a missing barrier leaves to luck.
 
 It says nothing about speed, registers, or accesses of two threads that meet by time
 alone; sums of tensor cores are a little more exact than theirs.
@@ -64,7 +67,7 @@ class _Driver:
     """What cupyflash calls of the driver itself."""
 
     @staticmethod
-    def cuThreadExchangeStreamCaptureMode(mode):  # noqa: N802
+    def cuThreadExchangeStreamCaptureMode(mode):
         return 1
 
 

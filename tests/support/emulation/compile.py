@@ -80,7 +80,7 @@ def _place_shared(text):
         is_dynamic, alignment, declaration = match.groups()
         lines = "\n" * match[0].count("\n")
         if is_dynamic:
-            kind, name = re.fullmatch(r"(.+?)\s*(\w+)\[\]", declaration.strip()).groups()
+            kind, name = re.match(r"\s*(.+?)\s*(\w+)\[\]", declaration).groups()
             if text[: match.start()].endswith("\n"):  # outside of functions
                 dynamic.append(name)
                 return f"static emu::dynamic_shared_t<{kind}> {name};{lines}"
@@ -89,14 +89,12 @@ def _place_shared(text):
                 f"emu::self->shared + emu::kDynamic);{lines}"
             )
         first, *others = _split(declaration)
-        kind, name, axes = re.fullmatch(
-            r"(.+?[\s*&])(\w+)\s*((?:\[.*\])?)", first.strip(), re.DOTALL
+        kind, first = re.match(
+            r"(.+[\s*&])(\w+\s*(?:\[.*)?)$", first, re.DOTALL
         ).groups()
         found = []
-        for name, axes in [(name, axes)] + [
-            re.fullmatch(r"(\w+)\s*((?:\[.*\])?)", x.strip(), re.DOTALL).groups()
-            for x in others
-        ]:
+        for declared in (first, *others):
+            name, axes = re.match(r"\s*(\w+)(.*)", declared, re.DOTALL).groups()
             least = alignment or f"alignof({name}_shared_t)"
             found.append(
                 f"typedef {kind}{name}_shared_t{axes}; "

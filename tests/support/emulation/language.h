@@ -2,9 +2,10 @@
 // CUDA's part of CUDA C++, for a host compiler: what a kernel's text needs beside C++.
 //
 // A CUDA thread is a fiber. Whatever threads do together (barriers, shuffles, votes,
-// matrix products) is a point where a fiber waits until the others have come; runtime.cpp
-// has the fibers. Between two such points a thread runs alone, so that what threads do
-// without waiting for each other happens in one of the orders that a GPU may take.
+// matrix products) is a point where a fiber waits until the others have come;
+// runtime.cpp has the fibers. Between two such points a thread runs alone, so that what
+// threads do without waiting for each other happens in one of the orders that a GPU may
+// take.
 #pragma once
 
 #include <math.h>
@@ -28,15 +29,30 @@
 #define __align__(n) alignas(n)
 #define CUDART_INF_F __builtin_inff()
 
-// --- vectors ----------------------------------------------------------------------------
+// --- vectors
+// ----------------------------------------------------------------------------
 
-struct alignas(8) int2 { int x, y; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) double2 { double x, y; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) double2 {
+  double x, y;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -47,7 +63,8 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-// --- the machine ------------------------------------------------------------------------
+// --- the machine
+// ------------------------------------------------------------------------
 
 namespace emu {
 
@@ -60,16 +77,16 @@ struct block_t;
 // What the text of a kernel may know of the thread that runs.
 struct thread_t {
   dim_t thread, block;
-  unsigned number;         // in its block
-  unsigned char* shared;   // shared memory of its block
+  unsigned number;        // in its block
+  unsigned char* shared;  // shared memory of its block
   block_t* of;
 };
 
 extern thread_t* self;
 extern dim_t grid_dim, block_dim;
 
-// Where shared memory of the blocks of a cluster begins; an address of 32 bits counts from
-// here. That of block `rank` begins at rank * kWindow.
+// Where shared memory of the blocks of a cluster begins; an address of 32 bits counts
+// from here. That of block `rank` begins at rank * kWindow.
 extern unsigned char* cluster_memory;
 constexpr unsigned kWindow = 1u << 19;
 constexpr unsigned kDynamic = 1u << 17;  // where dynamic shared memory begins
@@ -82,8 +99,8 @@ void spin();
 // Tells that something has happened which a thread that spins may wait for.
 void progress();
 
-// Waits until all lanes of `mask` have called with the same `act`; the last one calls it
-// with the arguments of each.
+// Waits until all lanes of `mask` have called with the same `act`; the last one calls
+// it with the arguments of each.
 using act_t = void (*)(void** arguments, unsigned mask);
 void meet(unsigned mask, void* arguments, act_t act);
 // The same of 128 threads that lie side by side.
@@ -123,7 +140,6 @@ template <typename T> T& shared_as(unsigned address) {
   if (address % alignof(T)) fail("shared address %u is not aligned", address);
   return *static_cast<T*>(shared_at(address));
 }
-
 
 // `extern __shared__ T name[]` outside of functions.
 template <typename T> struct dynamic_shared_t {
@@ -256,7 +272,8 @@ struct launch_t {
   unsigned* reserved;  // bytes of static shared memory
 };
 // nullptr, or what went wrong.
-extern "C" const char* emu_run(const launch_t*, void (*kernel)(void**), void** arguments);
+extern "C" const char* emu_run(const launch_t*, void (*kernel)(void**),
+                               void** arguments);
 
 }  // namespace emu
 
@@ -265,7 +282,8 @@ extern "C" const char* emu_run(const launch_t*, void (*kernel)(void**), void** a
 #define gridDim (emu::grid_dim)
 #define blockDim (emu::block_dim)
 
-// --- together ---------------------------------------------------------------------------
+// --- together
+// ---------------------------------------------------------------------------
 
 inline void __syncthreads() { emu::barrier(0, 0, false); }
 inline int __syncthreads_or(int x) { return emu::barrier(0, 0, x != 0); }
@@ -281,7 +299,8 @@ template <typename T> T __shfl_xor_sync(unsigned mask, T x, int lanes, int width
 template <typename T> T __shfl_up_sync(unsigned mask, T x, unsigned n, int width = 32) {
   return emu::shuffle(mask, x, int(n), width, emu::by_up());
 }
-template <typename T> T __shfl_down_sync(unsigned mask, T x, unsigned n, int width = 32) {
+template <typename T>
+T __shfl_down_sync(unsigned mask, T x, unsigned n, int width = 32) {
   return emu::shuffle(mask, x, int(n), width, emu::by_down());
 }
 inline unsigned __ballot_sync(unsigned mask, int x) {
@@ -355,7 +374,8 @@ template <typename T> T __ldg(const T* p) { return *p; }
 template <typename T> T __ldcg(const T* p) { return *p; }
 template <typename T> T __ldcs(const T* p) { return *p; }
 
-// --- numbers ----------------------------------------------------------------------------
+// --- numbers
+// ----------------------------------------------------------------------------
 
 template <typename A, typename B> inline std::common_type_t<A, B> min(A a, B b) {
   using T = std::common_type_t<A, B>;
@@ -408,7 +428,9 @@ __attribute__((noinline)) inline float __fadd_rn(float a, float b) { return a + 
 __attribute__((noinline)) inline double __dmul_rn(double a, double b) { return a * b; }
 __attribute__((noinline)) inline double __dadd_rn(double a, double b) { return a + b; }
 enum { kEmuDown, kEmuUp, kEmuTowardZero };
-inline float __fsub_ru(float a, float b) { return float(emu::rounded(a, b, 'f', kEmuUp)); }
+inline float __fsub_ru(float a, float b) {
+  return float(emu::rounded(a, b, 'f', kEmuUp));
+}
 inline float __fsub_rd(float a, float b) {
   return float(emu::rounded(a, b, 'f', kEmuDown));
 }

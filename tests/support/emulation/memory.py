@@ -19,6 +19,9 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+_alive: "weakref.WeakSet[Memory]" = weakref.WeakSet()
+
+
 class Memory:
     """Bytes of one allocation.
 
@@ -26,16 +29,12 @@ class Memory:
     what was written to the rest of the last page, `check` finds.
     """
 
-    _alive: "weakref.WeakSet[Memory]" = weakref.WeakSet()
-
     def __init__(self, num_bytes):
         self.num_bytes = num_bytes
         pages = max(-(-num_bytes // _PAGE), 1) * _PAGE
         self._all = pages + 2 * _PAGE
         read_write, private_anonymous = mmap.PROT_READ | mmap.PROT_WRITE, 0x22
-        self._start = _libc.mmap(
-            None, self._all, read_write, private_anonymous, -1, 0
-        )
+        self._start = _libc.mmap(None, self._all, read_write, private_anonymous, -1, 0)
         if self._start in (None, ctypes.c_void_p(-1).value):
             raise MemoryError(f"{num_bytes} bytes")
         self.ptr = self._start + _PAGE
@@ -43,7 +42,7 @@ class Memory:
         _libc.mprotect(self.ptr + pages, _PAGE, 0)
         ctypes.memset(self.ptr, POISON, pages)
         self._rest = np.asarray(_Bytes(self.ptr + num_bytes, pages - num_bytes))
-        Memory._alive.add(self)
+        _alive.add(self)
 
     def __del__(self, munmap=_libc.munmap):
         if getattr(self, "_start", None):
@@ -59,11 +58,11 @@ class Memory:
                 "written to"
             )
 
-    @classmethod
-    def check_all(cls):
-        """The same of all memory that there is."""
-        for memory in list(cls._alive):
-            memory.check()
+
+def check_all():
+    """Refuse what was written behind the end of any memory there is."""
+    for memory in list(_alive):
+        memory.check()
 
 
 class _Bytes:

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
 // Runs a grid of CUDA threads, each a fiber, in one thread of the host (x86-64, Linux).
 //
-// Blocks run one after the other, or the blocks of a cluster together. Where all that run
-// wait for what others write, more blocks start; where there are none left, or nothing
-// happens for long, the launch ends with an error that says who waits where. Shared memory
-// is poisoned before a block, and so are the targets of copies under way.
+// Blocks run one after the other, or the blocks of a cluster together. Where all that
+// run wait for what others write, more blocks start; where there are none left, or
+// nothing happens for long, the launch ends with an error that says who waits where.
+// Shared memory is poisoned before a block, and so are the targets of copies under way.
 #include <fenv.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -135,7 +135,8 @@ struct queue_t {
   void push_back(fiber_t* fiber) {
     if (end - first == ring.size()) {
       std::vector<fiber_t*> larger(2 * ring.size());
-      for (size_t n = first; n < end; ++n) larger[n - first] = ring[n & (ring.size() - 1)];
+      for (size_t n = first; n < end; ++n)
+        larger[n - first] = ring[n & (ring.size() - 1)];
       end -= first;
       first = 0;
       ring.swap(larger);
@@ -196,7 +197,8 @@ fiber_t* take_ready() {
   return launch->last_first ? ready.pop_back() : ready.pop_front();
 }
 
-// Goes on with another thread; comes back when this one is ready again and its turn comes.
+// Goes on with another thread; comes back when this one is ready again and its turn
+// comes.
 void leave() {
   fiber_t* const from = me();
   if (ready.empty()) {
@@ -257,7 +259,8 @@ void start() {
   fiber->has_ended = true;
   block_t& block = *fiber->of;
   fiber->warp->ended |= 1u << (fiber->number % 32);
-  if (fiber->warp->of_all.come) fail("a lane has ended that others of its warp wait for");
+  if (fiber->warp->of_all.come)
+    fail("a lane has ended that others of its warp wait for");
   for (const meeting_t& meeting : fiber->warp->meetings) {
     if (meeting.mask >> (fiber->number % 32) & 1) {
       fail("a lane has ended that others of its warp wait for");
@@ -329,9 +332,11 @@ void give_back(cluster_t& cluster) {
     const unsigned char* const end = block->shared + kDynamic + launch->smem;
     for (unsigned n = 0; n < kBehind && !has_failed; ++n) {
       if (end[n] == kPoison) continue;
-      snprintf(error, sizeof(error), "%s: block (%u, %u, %u) wrote byte %u of %u bytes of "
-               "dynamic shared memory", launch->name, block->index.x, block->index.y,
-               block->index.z, launch->smem + n, launch->smem);
+      snprintf(error, sizeof(error),
+               "%s: block (%u, %u, %u) wrote byte %u of %u bytes of "
+               "dynamic shared memory",
+               launch->name, block->index.x, block->index.y, block->index.z,
+               launch->smem + n, launch->smem);
       has_failed = true;
     }
   }
@@ -381,7 +386,8 @@ void run_all() {
     if (may_start && (clusters.empty() || spinning.empty() || idle_rounds > 2)) {
       start_cluster();
     } else if (spinning.empty() || idle_rounds > kMaxIdleRounds) {
-      snprintf(error, sizeof(error), "%s: threads wait for what never comes", launch->name);
+      snprintf(error, sizeof(error), "%s: threads wait for what never comes",
+               launch->name);
       describe_waiting();
       has_failed = true;
       return;
@@ -397,12 +403,12 @@ void on_signal(int number, siginfo_t* info, void*) {
     raise(number);
     return;
   }
-  const char* const what = number == SIGILL ? "undefined behaviour"
+  const char* const what = number == SIGILL   ? "undefined behaviour"
                            : number == SIGFPE ? "a division by zero"
                                               : "no memory, or not aligned";
   snprintf(error, sizeof(error), "%s: %s at %p, thread %u of block (%u, %u, %u)",
-           launch->name, what, info->si_addr, self->number, self->block.x, self->block.y,
-           self->block.z);
+           launch->name, what, info->si_addr, self->number, self->block.x,
+           self->block.y, self->block.z);
   has_failed = true;
   siglongjmp(back, 1);
 }
@@ -413,10 +419,11 @@ void watch_signals() {
   alternative.ss_sp = stack;
   alternative.ss_size = sizeof(stack);
   sigaltstack(&alternative, nullptr);
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_sigaction = on_signal;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-  for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) sigaction(number, &action, nullptr);
+  for (int number : {SIGSEGV, SIGBUS, SIGILL, SIGFPE})
+    sigaction(number, &action, nullptr);
 }
 
 }  // namespace
@@ -451,7 +458,8 @@ void meet(unsigned mask, void* of_lane, act_t act) {
   meeting_t* found = nullptr;
   if (mask == ~0u && warp.meetings.empty()) {
     found = &warp.of_all;
-    if (found->come && found->act != act) fail("lanes of a warp meet in different instructions");
+    if (found->come && found->act != act)
+      fail("lanes of a warp meet in different instructions");
     found->act = act;
   } else {
     if (warp.of_all.come) fail("lanes of a warp meet with different masks");
@@ -459,8 +467,8 @@ void meet(unsigned mask, void* of_lane, act_t act) {
       if (meeting.mask == mask && meeting.act == act) {
         found = &meeting;
       } else if (meeting.mask & mask) {
-        fail("lanes of a warp meet in different instructions or masks (%08x, %08x)", mask,
-             meeting.mask);
+        fail("lanes of a warp meet in different instructions or masks (%08x, %08x)",
+             mask, meeting.mask);
       }
     }
     if (found == nullptr) {
@@ -489,7 +497,8 @@ void meet(unsigned mask, void* of_lane, act_t act) {
 void meet_warpgroup(void* of_thread, void (*act)(void**)) {
   fiber_t* const fiber = me();
   group_meeting_t& group = fiber->of->warpgroups[fiber->number / 128];
-  if (group.come && group.act != act) fail("warps of a warpgroup meet at different wgmma");
+  if (group.come && group.act != act)
+    fail("warps of a warpgroup meet at different wgmma");
   group.act = act;
   const unsigned n = fiber->number % 128;
   group.arguments[n] = of_thread;
@@ -521,10 +530,10 @@ bool barrier(int id, unsigned num_threads, bool value) {
     finish_barrier(at);
   } else {
     static const char* const names[kMaxBarriers] = {
-        "at __syncthreads()", "at barrier 1", "at barrier 2", "at barrier 3",
-        "at barrier 4", "at barrier 5", "at barrier 6", "at barrier 7", "at barrier 8",
-        "at barrier 9", "at barrier 10", "at barrier 11", "at barrier 12",
-        "at barrier 13", "at barrier 14", "at barrier 15"};
+        "at __syncthreads()", "at barrier 1",  "at barrier 2",  "at barrier 3",
+        "at barrier 4",       "at barrier 5",  "at barrier 6",  "at barrier 7",
+        "at barrier 8",       "at barrier 9",  "at barrier 10", "at barrier 11",
+        "at barrier 12",      "at barrier 13", "at barrier 14", "at barrier 15"};
     fiber->waits_for = names[id];
   }
   leave();
@@ -559,7 +568,8 @@ void cluster_wait() {
 
 unsigned cluster_rank() { return me()->of->rank; }
 
-// --- barriers in shared memory ------------------------------------------------------------
+// --- barriers in shared memory
+// ------------------------------------------------------------
 
 namespace {
 
@@ -622,7 +632,8 @@ bool mbarrier_is_over(void* p, unsigned parity) {
   return as_mbarrier(p).phase != (parity & 1);
 }
 
-// --- copies -------------------------------------------------------------------------------
+// --- copies
+// -------------------------------------------------------------------------------
 
 void copy_async(void* shared, const void* global, unsigned bytes, unsigned copied) {
   if (reinterpret_cast<uintptr_t>(shared) % bytes ||
@@ -657,7 +668,8 @@ unsigned reserve_shared(unsigned& reserved, unsigned bytes, unsigned alignment) 
   return at;
 }
 
-// --- numbers ------------------------------------------------------------------------------
+// --- numbers
+// ------------------------------------------------------------------------------
 
 namespace {
 constexpr int kModes[] = {FE_DOWNWARD, FE_UPWARD, FE_TOWARDZERO};
@@ -679,7 +691,8 @@ __attribute__((noinline)) float narrowed(double x, int mode) {
   return y;
 }
 
-extern "C" const char* emu_run(const launch_t* of, void (*entry)(void**), void** given) {
+extern "C" const char* emu_run(const launch_t* of, void (*entry)(void**),
+                               void** given) {
   static bool is_watching = (watch_signals(), true);
   (void)is_watching;
   launch = of;

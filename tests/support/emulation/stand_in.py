@@ -9,12 +9,11 @@ import functools
 import os
 import sys
 import types
-import weakref
 
 import numpy as np
 
 from . import compile as compile_cpp
-from .memory import Memory, array_at
+from .memory import Memory, array_at, check_all
 
 
 class MemoryPointer:
@@ -98,7 +97,7 @@ def _is_ours(x):
     return x is not None and hasattr(x, "owner")
 
 
-class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  CuPy's name
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of the emulated device."""
 
     __array_priority__ = 100
@@ -130,7 +129,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  CuPy's name
         return None if self._host.base is None else self._host.base
 
     @property
-    def T(self):  # noqa: N802
+    def T(self):
         return _wrapped(self._host.T)
 
     def get(self, *_, **__):
@@ -349,7 +348,7 @@ def _run(ptr, grid, block, smem, arguments, is_cooperative=False):
     wrong = launch_kernel(ctypes.byref(launch), ctypes.c_void_p(arguments))
     if wrong:
         raise KernelError(wrong.decode())
-    Memory.check_all()
+    check_all()
 
 
 class _Function:

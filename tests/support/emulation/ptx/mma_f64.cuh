@@ -7,7 +7,7 @@ namespace detail {
 
 // Slots of a lane: kHalves rows of a, kSlots numbers of each.
 template <int kHalves, int kSlots> struct product_f64_t {
-  double *c;
+  double* c;
   const double *a, *b;
   static void multiply(void** of, unsigned) {
     double a[8 * kHalves][4 * kSlots], b[4 * kSlots][8];

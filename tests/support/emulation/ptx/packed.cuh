@@ -16,8 +16,8 @@ inline unsigned bf16x2_from_f32(float high, float low) {
 }
 inline unsigned fma_f16x2(unsigned a, unsigned b, unsigned c) {
   const auto of = [](unsigned x, unsigned y, unsigned z) {
-    return unsigned(emu::f16_from(fma(double(emu::f32_from_f16(x)),
-                                      emu::f32_from_f16(y), emu::f32_from_f16(z))));
+    return unsigned(emu::f16_from(
+        fma(double(emu::f32_from_f16(x)), emu::f32_from_f16(y), emu::f32_from_f16(z))));
   };
   return of(a >> 16, b >> 16, c >> 16) << 16 | of(a & 0xffff, b & 0xffff, c & 0xffff);
 }

@@ -4,7 +4,9 @@
 
 namespace ptx {
 
-inline float load_shared_f32(unsigned address) { return emu::shared_as<float>(address); }
+inline float load_shared_f32(unsigned address) {
+  return emu::shared_as<float>(address);
+}
 inline unsigned short load_shared_u16(unsigned address) {
   return emu::shared_as<unsigned short>(address);
 }
@@ -17,8 +19,12 @@ inline float2 load_shared_f32x2(unsigned address) {
 inline float4 load_shared_f32x4(unsigned address) {
   return emu::shared_as<float4>(address);
 }
-inline int2 load_shared_s32x2(unsigned address) { return emu::shared_as<int2>(address); }
-inline int4 load_shared_s32x4(unsigned address) { return emu::shared_as<int4>(address); }
+inline int2 load_shared_s32x2(unsigned address) {
+  return emu::shared_as<int2>(address);
+}
+inline int4 load_shared_s32x4(unsigned address) {
+  return emu::shared_as<int4>(address);
+}
 inline int load_shared_s32(unsigned address) { return emu::shared_as<int>(address); }
 inline uint4 load_shared_u32x4(unsigned address) {
   return emu::shared_as<uint4>(address);

@@ -49,6 +49,23 @@ template <typename Int> __device__ __forceinline__ Int floor_mod(Int a, Int b) {
   return b == 0 ? 0 : a - floor_div(a, b) * b;
 }
 
+// The same of floats, as NumPy has it: NaN if b is 0.
+template <typename T> __device__ __forceinline__ T float_mod(T a, T b) {
+  const T rest = fmod(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+__device__ __forceinline__ float floor_mod(float a, float b) { return float_mod(a, b); }
+__device__ __forceinline__ double floor_mod(double a, double b) {
+  return float_mod(a, b);
+}
+template <typename T> __device__ __forceinline__ T float_div(T a, T b) {
+  return b == 0 ? a / b : rint((a - float_mod(a, b)) / b);
+}
+__device__ __forceinline__ float floor_div(float a, float b) { return float_div(a, b); }
+__device__ __forceinline__ double floor_div(double a, double b) {
+  return float_div(a, b);
+}
+
 // Cut toward 0; NaN becomes 0.
 __device__ __forceinline__ int_t to_int(bool x) { return x; }
 template <typename T> __device__ __forceinline__ int_t to_int(T x) {

@@ -18,7 +18,7 @@ from cupyflash._expr.tracing import Trace, Traced
 # Types of numbers, which become parameters.
 PARAMETERS = frozenset({int, float, *(np.dtype(c).type for c in "efdbhilqBHILQ")})
 _CONSTANTS = (bool, np.bool_, str, type, type(None))
-_MODULES = ("numpy", "math", "builtins", "operator")
+_MODULES = ("numpy", "math", "builtins", "operator", "functools", "itertools")
 
 _Function = types.FunctionType
 
@@ -158,6 +158,10 @@ def _instead(name, value):
         )
     elif getattr(value, "__name__", "") == "cupy":
         instead = "use np.f(x), for CuPy arrays, too"
+    elif isinstance(value, types.ModuleType):
+        instead = "there are NumPy, and math for numbers"
+    elif callable(value):
+        instead = "write it as a plain function (def or lambda)"
     else:
         instead = "bind the number that it holds to a name, outside of the function"
     return f"{name}, a {type(value).__name__}, is closed over: {instead}"

@@ -8,6 +8,15 @@ from collections.abc import Callable
 
 from cupyflash._expr.nodes import Node, const, is_const, make, order
 
+
+def _squares(a: Node, b: Node) -> Node:
+    return make("add", make("mul", a, a), make("mul", b, b))
+
+
+def _root_below(x: Node) -> Node:
+    return make("div", 1.0, make("sqrt", x))
+
+
 # Of an operation: its derivatives by its arguments, from the result and the arguments.
 # Those that are not here are flat: sign, floor, comparisons.
 _PARTIALS: dict[str, Callable[..., list[Node]]] = {
@@ -19,13 +28,33 @@ _PARTIALS: dict[str, Callable[..., list[Node]]] = {
     "log": lambda y, x: [make("div", 1.0, x)],
     "log2": lambda y, x: [make("div", 1.4426950408889634, x)],
     "log1p": lambda y, x: [make("div", 1.0, make("add", x, 1.0))],
+    "log10": lambda y, x: [make("div", 0.4342944819032518, x)],
     "sqrt": lambda y, x: [make("div", 0.5, y)],
-    "tanh": lambda y, x: [make("sub", 1.0, make("mul", y, y))],
-    "sinh": lambda y, x: [make("cosh", x)],
-    "cosh": lambda y, x: [make("sinh", x)],
+    "cbrt": lambda y, x: [make("div", 1 / 3, make("mul", y, y))],
+    "pow": lambda y, x, n: [
+        make("mul", n, make("pow", x, make("sub", n, 1.0))),
+        make("where", make("eq", x, 0.0), 0.0, make("mul", y, make("log", x))),
+    ],
+    "hypot": lambda y, a, b: [make("div", a, y), make("div", b, y)],
     "sin": lambda y, x: [make("cos", x)],
     "cos": lambda y, x: [make("neg", make("sin", x))],
+    "tan": lambda y, x: [make("add", make("mul", y, y), 1.0)],
+    "arcsin": lambda y, x: [_root_below(make("sub", 1.0, make("mul", x, x)))],
+    "arccos": lambda y, x: [
+        make("neg", _root_below(make("sub", 1.0, make("mul", x, x))))
+    ],
     "arctan": lambda y, x: [make("div", 1.0, make("add", make("mul", x, x), 1.0))],
+    "arctan2": lambda y, a, b: [
+        make("div", b, _squares(a, b)),
+        make("neg", make("div", a, _squares(a, b))),
+    ],
+    "sinh": lambda y, x: [make("cosh", x)],
+    "cosh": lambda y, x: [make("sinh", x)],
+    "tanh": lambda y, x: [make("sub", 1.0, make("mul", y, y))],
+    "arcsinh": lambda y, x: [_root_below(make("add", make("mul", x, x), 1.0))],
+    "arccosh": lambda y, x: [_root_below(make("sub", make("mul", x, x), 1.0))],
+    "arctanh": lambda y, x: [make("div", 1.0, make("sub", 1.0, make("mul", x, x)))],
+    "mod": lambda y, a, b: [const(1.0), make("neg", make("floordiv", a, b))],
     "add": lambda y, a, b: [const(1.0), const(1.0)],
     "sub": lambda y, a, b: [const(1.0), const(-1.0)],
     "mul": lambda y, a, b: [b, a],

@@ -43,6 +43,14 @@ def python_text(
     return f"def {name}({parameters}):\n{body}    return {text[root][0]}"
 
 
+def python_line(x: Node) -> str:
+    """The text of an expression, for a message."""
+    text: dict[Node, tuple[str, int]] = {}
+    for n in order(x):
+        text[n] = ("x", CALLS) if n.op == "param" else _text_of(n, text, {})
+    return text[x][0]
+
+
 def _implied_casts(nodes):
     """Casts to float that promotion makes anyway, wherever their result is used."""
     implied = {n for n in nodes if n.op == "float"}

@@ -17,7 +17,9 @@ from cupyflash._expr.operations import FARTHEST, OF_FLOATS
 Interval = tuple[Any, Any]
 
 _FAST_ROUNDING, _ROUNDING = 2.0**-9, 2.0**-20  # of exp and the like; of others
-_EXACT = frozenset({"neg", "abs", "min", "max", "sign", "floor", "ceil", "where"})
+_EXACT = frozenset(
+    {"neg", "abs", "min", "max", "sign", "floor", "ceil", "rint", "where"}
+)
 
 
 def _monotone(function, above=None):
@@ -61,7 +63,7 @@ def _bounded_exp(function):
 
 
 def _remainder(a, b):
-    m = b[0]
+    m = b[0]  # one integer: floats are widened
     if m != b[1] or m <= 0:
         return None
     one_period = a[0] // m == a[1] // m
@@ -82,6 +84,7 @@ _INTERVALS: dict[str, Callable[..., Interval | None]] = {
     "sign": _monotone(lambda x: (x > 0) - (x < 0)),
     "floor": _monotone(_whole(math.floor)),
     "ceil": _monotone(_whole(math.ceil)),
+    "rint": _monotone(_whole(round)),
     "exp": _monotone(_bounded_exp(math.exp)),
     "exp2": _monotone(_bounded_exp(lambda x: 2.0**x)),
     "expm1": _monotone(_bounded_exp(math.expm1)),
@@ -90,8 +93,11 @@ _INTERVALS: dict[str, Callable[..., Interval | None]] = {
     "arctan": _monotone(math.atan),
     "log": _monotone(math.log, 0),
     "log2": _monotone(math.log2, 0),
+    "log10": _monotone(math.log10, 0),
     "log1p": _monotone(math.log1p, -1),
     "sqrt": _monotone(math.sqrt, 0),
+    "cbrt": _monotone(math.cbrt),
+    "arcsinh": _monotone(math.asinh),
     "sin": lambda a: (-1, 1) if math.isfinite(a[0]) and math.isfinite(a[1]) else None,
     "cos": lambda a: (-1, 1) if math.isfinite(a[0]) and math.isfinite(a[1]) else None,
     "isnan": lambda a: (0, 0),

@@ -1,5 +1,7 @@
 """From a function to its expression: traced once, then found by its code."""
 
+import functools
+import inspect
 import threading
 import types
 from collections import OrderedDict
@@ -14,7 +16,7 @@ from cupyflash._expr.closures import (
     codes,
     with_parameters,
 )
-from cupyflash._expr.errors import AtLine, fail
+from cupyflash._expr.errors import AtLine, fail, start_of, unhidden
 from cupyflash._expr.expression import Expression, dtype_name
 from cupyflash._expr.nodes import VARIABLES, cast, const, var
 from cupyflash._expr.tracing import KINDS, NUMBERS, NamedArray, Trace, Traced
@@ -25,6 +27,7 @@ _MOST_OF_A_CODE = 16
 # (code, types closed over, arrays) -> plans of other constants, the last one first.
 _plans: "OrderedDict[Any, list[_Plan]]" = OrderedDict()
 _lock = threading.Lock()
+_MEANING = {"s": "score", "b": "batch entry", "h": "head", "i": "query", "j": "key"}
 _NO_ARRAYS: dict[str, Any] = {}
 
 # (place, value) of what must be the same, the expression, and the code, whose id is
@@ -66,7 +69,7 @@ def lookup(
     try:
         values, functions = closed_over(function)  # type: ignore[arg-type]
     except AttributeError:
-        _refuse_kind(function, mask)
+        return lookup(_of_partial(function, mask), arrays, mask, names)
     except ValueError:  # a cell that is empty yet
         raise ValueError(
             f"{function.__name__} closes over a name that has no value yet"
@@ -93,6 +96,26 @@ def lookup(
     expression, pinned = _traced_twice(function, arrays, mask, values, functions, names)
     _keep(key, function.__code__, values, pinned, expression)
     return expression, values
+
+
+def _of_partial(function, mask):
+    """The plain function of a functools.partial, what is bound being its defaults."""
+    inner = getattr(function, "func", None)
+    if type(function) is not functools.partial or type(inner) is not types.FunctionType:
+        _refuse_kind(function, mask)
+    bound = dict(zip(inner.__code__.co_varnames, function.args, strict=False))
+    bound |= function.keywords
+    if bound.keys() & VARIABLES.keys():
+        _refuse_kind(function, mask)
+    plain = types.FunctionType(
+        inner.__code__,
+        inner.__globals__,
+        inner.__name__,
+        inner.__defaults__,
+        inner.__closure__,
+    )
+    plain.__kwdefaults__ = {**(inner.__kwdefaults__ or {}), **bound}
+    return plain
 
 
 def _refuse_kind(function, mask):
@@ -136,12 +159,11 @@ def _traced_twice(function, arrays, mask, values, functions, names):
     first, pinned = trace(function, arrays, mask, values, functions, names)
     second, _ = trace(function, arrays, mask, values, functions, names)
     if first.key != second.key:
-        code = function.__code__
         fail(
             f"{function.__name__} is not the same at each call: a score or mask "
             "depends on its arguments and on constants alone, not on random numbers "
             "or time",
-            (code.co_filename, code.co_firstlineno),
+            start_of(function.__code__),
         )
     return first, pinned
 
@@ -149,13 +171,18 @@ def _traced_twice(function, arrays, mask, values, functions, names):
 def trace(function, arrays, mask, values, functions, names=()):
     """(expression, places of numbers whose value was asked for)."""
     code = function.__code__
-    start = code.co_filename, code.co_firstlineno
+    start = start_of(code)
     state = Trace(values)
     copy, number_names = with_parameters(functions, state)
     given = _arguments(function, arrays, mask, state, start, names)
     try:
-        with np.errstate(all="ignore"):  # of what it does with literals
-            result = copy(**given)
+        with np.errstate(all="ignore"), unhidden():  # of what it does with literals
+            bound = copy.__kwdefaults__ or {}  # by a partial, of any argument
+            given = {**bound, **given}
+            by_place = [
+                given.pop(n) for n in code.co_varnames[: code.co_posonlyargcount]
+            ]
+            result = copy(*by_place, **given)
     except AtLine:
         raise
     except Exception as error:
@@ -190,11 +217,17 @@ def _arguments(function, arrays, mask, state, start, names):
     """What a function is called with."""
     code, given = function.__code__, {}
     count = code.co_argcount
+    if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        fail(
+            f"{function.__name__} takes * or ** arguments: write out the names of what "
+            "it asks for",
+            start,
+        )
     if names:
         known = dict.fromkeys(names, "s")
     else:
         known = {name: name for name in VARIABLES if not (mask and name == "s")}
-    variables = ", ".join(known)
+    variables = ", ".join(known if names else (f"{n} ({_MEANING[n]})" for n in known))
     optional = {
         *code.co_varnames[count - len(function.__defaults__ or ()) : count],
         *(function.__kwdefaults__ or ()),

@@ -24,7 +24,8 @@ LEAVES = frozenset({"const", "var", "param"})
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PYTHON = {"bool": bool, "int": int, "float": float}
 # x + 0 and the like are x. Never x * 0 or x - x, which are NaN where x is.
-_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1, "floordiv": 1}
+_NEUTRAL = {"add": 0, "sub": 0, "mul": 1, "div": 1}
+LARGEST_PRODUCT = 16  # whole powers up to here are products
 
 
 class Node:
@@ -106,7 +107,7 @@ def make(op: str, *operands: Any) -> Node:
         with np.errstate(all="ignore"):
             folded = np.asarray(function(*(a.value for a in args)))[()]
         return cast(const(folded), dtype)
-    if op in ("add", "mul") and args[0].op == "const":
+    if op in ("add", "mul", "eq", "ne") and args[0].op == "const":
         args = args[::-1]
     simple = _simplified(op, args)
     return node(op, dtype, tuple(args)) if simple is None else simple
@@ -119,10 +120,8 @@ def _promoted(op: str, dtypes: list[str]) -> tuple[str, str]:
         return op, "float"
     if op in LOGIC and (common == "float" or (op == "not" and common == "int")):
         raise TypeError("& | ^ ~ need booleans: compare first, (a < b) & (c < d)")
-    if op in ("floordiv", "mod") and common == "float":
-        raise TypeError("// and % are of integers: write np.floor(a / b)")
     if common == "bool" and op in ("sub", "neg"):
-        raise TypeError("- of booleans: write a ^ b or ~a")
+        raise TypeError("- of booleans: write a.astype(int), or a ^ b, or ~a")
     if common == "bool" and op in ("add", "mul"):
         return {"add": "or", "mul": "and"}[op], common
     if common == "bool" and op not in LOGIC and op != "where":
@@ -133,6 +132,8 @@ def _promoted(op: str, dtypes: list[str]) -> tuple[str, str]:
 def _simplified(op: str, args: list[Node]) -> Node | None:
     """What an operation comes down to, if to less."""
     a, b = args[0], args[-1]
+    if op == "pow" and (simple := _simple_power(a, b)):
+        return simple
     if op in _NEUTRAL and is_const(b, _NEUTRAL[op]):
         # -0.0 + 0.0 is 0.0: a difference that no score and no comparison shows.
         return a
@@ -140,7 +141,7 @@ def _simplified(op: str, args: list[Node]) -> Node | None:
         return make("neg", a)
     if op in ("neg", "not") and a.op == op:
         return a.args[0]
-    if op in ("floor", "ceil") and a.dtype == "int":
+    if op in ("floor", "ceil", "rint") and a.dtype == "int":
         return a
     if op == "where" and (args[1] is b or a.op == "const"):
         return args[1] if args[1] is b or a.value else b
@@ -151,6 +152,28 @@ def _simplified(op: str, args: list[Node]) -> Node | None:
             if x.op == "const":
                 return y if x.value == (op == "and") else x
     return None
+
+
+def _simple_power(x: Node, n: Node) -> Node | None:
+    """A power of floats by a product, a root or an exponential; or None."""
+    if is_const(x, 2):
+        return make("exp2", n)
+    if n.op != "const":
+        return None
+    if n.value == 0.5:
+        return make("sqrt", x)
+    return whole_power(x, int(n.value)) if float(n.value).is_integer() else None
+
+
+def whole_power(x: Node, n: int) -> Node | None:
+    """A power by products, or None if there would be too many."""
+    if abs(n) > LARGEST_PRODUCT:
+        return None
+    power = const(1 if x.dtype == "int" else 1.0)
+    for bit in bin(abs(n))[2:]:
+        power = make("mul", power, power)
+        power = make("mul", power, x) if bit == "1" else power
+    return make("div", 1, power) if n < 0 else power
 
 
 def order(*roots: Node) -> list[Node]:

@@ -52,19 +52,31 @@ OPERATIONS = {
     "sign": _call(np.sign, "expr::sign"),
     "floor": _call(np.floor, "floor"),
     "ceil": _call(np.ceil, "ceil"),
+    "rint": _call(np.rint, "rint"),
     "exp": _call(np.exp, "exp"),
     "exp2": _call(np.exp2, "exp2"),
     "expm1": _call(np.expm1, "expm1"),
     "log": _call(np.log, "log"),
     "log2": _call(np.log2, "log2"),
     "log1p": _call(np.log1p, "log1p"),
+    "log10": _call(np.log10, "log10"),
     "sqrt": _call(np.sqrt, "sqrt"),
-    "tanh": _call(np.tanh, "tanh"),
-    "sinh": _call(np.sinh, "sinh"),
-    "cosh": _call(np.cosh, "cosh"),
+    "cbrt": _call(np.cbrt, "cbrt"),
+    "pow": _call(np.power, "pow"),
+    "hypot": _call(np.hypot, "hypot"),
     "sin": _call(np.sin, "sin"),
     "cos": _call(np.cos, "cos"),
+    "tan": _call(np.tan, "tan"),
+    "arcsin": _call(np.arcsin, "asin"),
+    "arccos": _call(np.arccos, "acos"),
     "arctan": _call(np.arctan, "atan"),
+    "arctan2": _call(np.arctan2, "atan2"),
+    "sinh": _call(np.sinh, "sinh"),
+    "cosh": _call(np.cosh, "cosh"),
+    "tanh": _call(np.tanh, "tanh"),
+    "arcsinh": _call(np.arcsinh, "asinh"),
+    "arccosh": _call(np.arccosh, "acosh"),
+    "arctanh": _call(np.arctanh, "atanh"),
     "isfinite": _call(np.isfinite, "expr::is_finite"),
     "isnan": _call(np.isnan, "expr::is_nan"),
     "min": _call(np.minimum, "expr::minimum"),
@@ -94,8 +106,9 @@ TESTS = frozenset({"isfinite", "isnan"})
 LOGIC = frozenset({"and", "or", "xor", "not"})
 # Their arguments, and but for tests their results, are floats.
 OF_FLOATS = TESTS | {
-    "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "tanh", "sinh", "cosh",
-    "sin", "cos", "arctan", "div",
+    "exp", "exp2", "expm1", "log", "log2", "log1p", "log10", "sqrt", "cbrt", "pow",
+    "hypot", "sin", "cos", "tan", "arcsin", "arccos", "arctan", "arctan2", "sinh",
+    "cosh", "tanh", "arcsinh", "arccosh", "arctanh", "div",
 }  # fmt: skip
 
 # NumPy's name of a ufunc -> ours, with the arguments turned round for "greater".
@@ -107,8 +120,8 @@ UFUNCS = {
     "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
     "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "invert": "not",
     "logical_not": "not", "greater": "lt", "greater_equal": "le",
-    "sign": "sign", "floor": "floor", "ceil": "ceil",
-    **{name: name for name in OF_FLOATS - {"div"}},
+    "sign": "sign", "floor": "floor", "ceil": "ceil", "rint": "rint",
+    **{name: name for name in OF_FLOATS - {"div", "pow"}},
 }  # fmt: skip
 TURNED = frozenset({"greater", "greater_equal"})
 LOGICAL = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not"})

@@ -4,16 +4,37 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._expr import composed
 from cupyflash._expr.emit_numpy import evaluate
+from cupyflash._expr.emit_python import python_line
 from cupyflash._expr.errors import AtLine, AtLineValueError, fail
-from cupyflash._expr.nodes import Node, cast, const, make, node, order
-from cupyflash._expr.operations import LOGICAL, TURNED, UFUNCS
+from cupyflash._expr.nodes import (
+    LARGEST_PRODUCT,
+    Node,
+    cast,
+    const,
+    make,
+    node,
+    order,
+    whole_power,
+)
+from cupyflash._expr.operations import LOGICAL, OPERATIONS, TURNED, UFUNCS
 
 NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 # Kinds of NumPy dtypes; V is bfloat16, which NumPy does not know.
 KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float"}
-_LARGEST_POWER = 16
-_KNOWN = ", ".join(sorted({*UFUNCS} - {"true_divide"}))
+# What has no operator.
+_KNOWN = ", ".join(
+    sorted(
+        {
+            "where",
+            *(f.__name__ for f in composed.FUNCTIONS),
+            *(n for n, op in UFUNCS.items() if OPERATIONS[op].python.startswith("np.")),
+            *composed.UFUNCS,
+        }
+        - {"positive", "divmod"}
+    )
+)
 
 
 class Trace:
@@ -22,12 +43,16 @@ class Trace:
     def __init__(self, values):
         self.values, self.pinned = values, set()
 
+    def peek(self, x: Node) -> Any:
+        """The value of what is made of closed-over numbers alone."""
+        return evaluate([x], {}, self.values, {}, np.float64)[0].item()
+
     def demand(self, x: Node, what: str, instead: str) -> Any:
-        """The value of what is made of closed-over numbers alone; they are pinned."""
+        """The same; the numbers are pinned, and what is not known is refused."""
         if x.free:
             fail(f"{what} of a value that is not known yet: write {instead}")
         self.pinned.update(n.value for n in order(x) if n.op == "param")
-        return evaluate([x], {}, self.values, {}, np.float64)[0].item()
+        return self.peek(x)
 
 
 def _operator(name, swap=False):
@@ -41,7 +66,6 @@ class Traced:
     """A number that is not known yet."""
 
     __slots__ = ("_trace", "node")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, node, trace):
         self.node, self._trace = node, trace
@@ -56,8 +80,8 @@ class Traced:
         if isinstance(x, NUMBERS):
             return const(x)
         fail(
-            f"{type(x).__name__} in a traced expression: pass arrays by name, in "
-            "score_arrays or mask_arrays, and index them"
+            f"{type(x).__name__} in a traced expression, which is of real numbers: "
+            "pass arrays by name, in score_arrays or mask_arrays, and index them"
         )
 
     def _apply(self, name, *operands):
@@ -68,16 +92,15 @@ class Traced:
                     nodes = [cast(x, "bool") for x in nodes]
                 nodes = nodes[::-1] if name in TURNED else nodes
                 return Traced(make(UFUNCS[name], *nodes), self._trace)
-            if name in _COMPOSED:
-                return Traced(_COMPOSED[name](self._trace, *nodes), self._trace)
+            if name in _OF_NUMBERS:
+                return Traced(_OF_NUMBERS[name](self._trace, *nodes), self._trace)
+            if name in composed.UFUNCS:
+                return composed.UFUNCS[name](*operands)
         except AtLine:
             raise
         except TypeError as error:
             fail(str(error))
-        fail(
-            f"np.{name} is not known here; there are {_KNOWN}, "
-            f"{', '.join(_COMPOSED)}, where and clip"
-        )
+        _unknown(name)
 
     def astype(self, dtype):
         """Cast to int (cut toward 0), float or bool."""
@@ -92,17 +115,75 @@ class Traced:
         return self._apply(ufunc.__name__, *inputs)
 
     def __array_function__(self, func, types, args, kwargs):
-        if func is np.where and len(args) == 3 and not kwargs:
+        name = func.__name__
+        if func is np.where:
+            if len(args) != 3 or kwargs:
+                fail("np.where: write np.where(c, x, y)")
             return Traced(make("where", *map(self._lift, args)), self._trace)
-        if func is np.clip and len(args) == 3 and not kwargs:
-            return np.minimum(np.maximum(args[0], args[1]), args[2])
-        fail(
-            f"np.{func.__name__} with these arguments is not known here: "
-            "np.where(c, x, y) and np.clip(x, low, high) are"
-        )
+        if func not in composed.FUNCTIONS:
+            _unknown(name)
+        try:
+            return composed.FUNCTIONS[func](*args, **kwargs)
+        except AtLine:
+            raise
+        except (TypeError, ValueError) as error:
+            fail(f"np.{name}: {error}")
 
     def __array__(self, *args, **kwargs):
-        fail("a traced value cannot become an array: it is one number, use np.f(x)")
+        fail(
+            "a traced value is one number and cannot become an array, nor a NumPy "
+            "scalar: write np.f(x) of it, or x.astype(float)"
+        )
+
+    def __repr__(self):
+        return python_line(self.node)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # NumPy looks for some
+            raise AttributeError(name)
+        fail(
+            f"a traced value is one number, which has no .{name}: there are "
+            "x.astype(int), x.clip(low, high), x.round() and np.f(x)"
+        )
+
+    def clip(self, *args, **kwargs):
+        """As np.clip()."""
+        return np.clip(self, *args, **kwargs)
+
+    def round(self, *args):
+        """As np.round()."""
+        return np.round(self, *args)
+
+    def __getitem__(self, index):
+        if index == ():  # of a named array without axes
+            return self
+        fail("a traced value is one number, which has no elements: leave the index out")
+
+    def __setitem__(self, index, value):
+        fail("a traced value cannot be changed: write s = np.where(c, x, s)")
+
+    def __len__(self):
+        fail("a traced value is one number, which has no length")
+
+    def __hash__(self):
+        fail(
+            "a traced value is no key of a dict or set: pass the table as an array by "
+            "name, or write np.where(c, x, y)"
+        )
+
+    def __round__(self, *digits):
+        fail("round(x): write np.round(x)")
+
+    def __matmul__(self, other):
+        fail("a @ b: scores are numbers, write a * b")
+
+    __rmatmul__ = __matmul__
+
+    def __divmod__(self, other):
+        return np.divmod(self, other)
+
+    def __rdivmod__(self, other):
+        return np.divmod(other, self)
 
     def __iter__(self):
         fail("a traced value is one number, with nothing to go through")
@@ -111,8 +192,9 @@ class Traced:
         return bool(
             self._trace.demand(
                 self.node,
-                "`if`, `and`, `or`, `not`, min() or a < b < c",
-                "np.where(c, x, y), (a < b) & (b < c), ~c or np.minimum(x, y)",
+                "`if`, `and`, `or`, `not`, `in`, min() or a < b < c",
+                "np.where(c, x, y), (a < b) & (b < c), ~c, np.minimum(x, y) or "
+                "np.isin(x, (1, 2))",
             )
         )
 
@@ -150,25 +232,21 @@ for _name, _ufunc in _ONE_WAY.items():
     setattr(Traced, f"__{_name}__", _operator(_ufunc))
 
 
-# --- what is made of other operations ------------------------------------------------
+# --- what may need the value of a number ---------------------------------------------
 
 
 def _power(trace, x, n):
-    if n.op == "const" and n.dtype == "float" and n.value == 0.5:
-        return make("sqrt", x)
-    count = trace.demand(n, "an exponent", "np.exp(y * np.log(x))")
-    if count != int(count) or abs(count) > _LARGEST_POWER:
-        fail(f"powers are whole, to {_LARGEST_POWER}: write np.exp(y * np.log(x))")
-    if count < 0 and x.dtype == "int":
-        fail("a negative power of an integer: write 1 / x**n")
     if x.dtype == "bool":
         fail("a power of a boolean: write x.astype(int)")
-    power = const(1)
-    for bit in bin(abs(int(count)))[2:]:
-        power = make("mul", power, power)
-        power = make("mul", power, x) if bit == "1" else power
-    power = cast(power, "float") if n.dtype == "float" else power
-    return make("div", 1, power) if count < 0 else power
+    if n.free or (n.dtype == "float" and not trace.peek(n).is_integer()):
+        return make("pow", x, n)
+    count = trace.demand(n, "an exponent", "")
+    if count < 0 and n.dtype == x.dtype == "int":
+        fail(f"an integer to the power {count}: write x**{count}.0, a float")
+    x = cast(x, "float") if n.dtype == "float" else x
+    if abs(count) <= LARGEST_PRODUCT:
+        return whole_power(x, int(count))
+    return make("pow", x, n)
 
 
 def _shift(op):
@@ -181,20 +259,19 @@ def _shift(op):
     return shift
 
 
-_COMPOSED = {
+_OF_NUMBERS = {
     "power": _power,
-    "square": lambda trace, x: make("mul", x, x),
-    "reciprocal": lambda trace, x: make("div", 1, x),
-    "positive": lambda trace, x: x,
     "left_shift": _shift("mul"),
     "right_shift": _shift("floordiv"),
 }
 
 
+def _unknown(name):
+    fail(f"np.{name} is not known here. Beside operators there are {_KNOWN}")
+
+
 class NamedArray:
     """An array given by name, to be indexed by one integer an axis."""
-
-    __array_ufunc__ = None
 
     def __init__(self, name, array, trace):
         self.name, self.ndim, self._trace = name, array.ndim, trace
@@ -204,14 +281,29 @@ class NamedArray:
         """How to index it."""
         return f"{self.name}[{', '.join(('b', 'h', 'i', 'j', '...')[: self.ndim])}]"
 
-    def _refused(self, *other):
+    def _refused(self, *args, **kwargs):
         fail(f"{self.name} is an array: index it, as in {self.example()}")
+
+    def _of_any_size(self, what):
+        fail(
+            f"{what}: {self.name} is only indexed, as in {self.example()}; a number "
+            "such as its length is closed over"
+        )
+
+    def __getattr__(self, name):
+        if name.startswith("__"):  # NumPy looks for some
+            raise AttributeError(name)
+        self._of_any_size(f"{self.name}.{name}")
+
+    def __len__(self):
+        self._of_any_size(f"len({self.name})")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
     __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _refused
     __neg__ = __abs__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = _refused
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused  # type: ignore
-    __bool__ = __len__ = __iter__ = __array__ = _refused
+    __matmul__ = __rmatmul__ = __bool__ = __iter__ = __array__ = _refused
+    __array_ufunc__ = __array_function__ = _refused
     __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, index):

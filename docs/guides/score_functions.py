@@ -39,10 +39,13 @@ assert np.allclose(out, attention(q, k, v, alibi_slopes=slopes))
 # %%
 # What is allowed
 # ---------------
-# Arithmetic, comparisons, ``& | ^ ~``, ``abs``, ``<<`` and ``>>`` of integers, whole
-# powers, and of NumPy ``where``, ``clip``, ``minimum``, ``maximum``, ``exp``, ``log``,
-# ``sqrt``, ``tanh``, ``sin``, ``cos``, ``floor``, ``sign``, ``isfinite`` and their
-# like; helper functions, loops over constants, ``x.astype(int)``.
+# Arithmetic, powers, comparisons, ``& | ^ ~``, ``abs``, ``<<`` and ``>>`` of integers;
+# of NumPy ``where``, ``select``, ``clip``, ``minimum``, ``maximum``, ``isin``, roots,
+# exponentials, logarithms, trigonometric and hyperbolic functions and their inverses,
+# ``floor``, ``round``, ``sign``, ``isfinite`` and their like; helper functions, loops
+# over constants, ``functools.partial``, ``x.astype(int)``. The error of a function that
+# is not there lists those that are. Floats have the precision of the scores, whatever
+# ``astype`` says.
 #
 # A Python ``if`` cannot know a value that is not there yet. This and every other
 # mistake is an error at its own line, which says what to write:

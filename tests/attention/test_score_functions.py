@@ -270,6 +270,39 @@ def test_gradients_of_a_bias_by_pairs_of_types():
     np.testing.assert_allclose(grads.dscore["weight"], expected, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda s, h, *, gain: s * gain[h],
+        lambda s, h, *, gain: 0.5 * s * s * gain[h],
+    ],
+)
+def test_gradients_of_which_the_score_itself_is_a_factor(score):
+    """The scores are overwritten before these are needed."""
+    arrays, _ = data()
+    rng = np.random.default_rng(1)
+    gain, dout = rng.normal(size=HEADS), rng.normal(size=(2, HEADS, QUERIES, 5))
+
+    def call(q=arrays["q"], gain=gain, **options):
+        named = {"score": score, "score_arrays": {"gain": gain}}
+        return cupyflash.attention(q, arrays["k"], arrays["v"], **named, **options)
+
+    out, lse = call(return_lse=True)
+    grads = cupyflash.attention_vjp(
+        dout, *arrays.values(), out, lse, score=score, score_arrays={"gain": gain},
+        need_dscore="gain",
+    )  # fmt: skip
+    for name, x, gradient in (
+        ("q", arrays["q"], grads.dq),
+        ("gain", gain, grads.dscore["gain"]),
+    ):
+        along = 1e-5 * rng.normal(size=x.shape)
+        change = call(**{name: x + along}) - call(**{name: x - along})
+        np.testing.assert_allclose(
+            2 * (gradient * along).sum(), (change * dout).sum(), rtol=1e-6
+        )
+
+
 def test_a_gradient_of_an_array_that_is_not_read_is_zero():
     q = np.ones((3, 4))
     out, lse = cupyflash.attention(q, q, q, return_lse=True)

@@ -1,10 +1,13 @@
 """Score and mask functions as a language: traces, keys, derivatives, intervals."""
 
+import functools
 import itertools
 import math
+import random
 import re
 import threading
 import types
+import warnings
 
 import expressions
 import hypothesis
@@ -23,6 +26,7 @@ THREE = [1.0, 2.0, 3.0]
 HELD = (TABLE, 1)
 CUPY = types.ModuleType("cupy")
 CUPY.tanh = None
+METHOD = types.SimpleNamespace().__repr__
 
 
 def grown(draw, positions=False):
@@ -130,6 +134,37 @@ def test_helpers_and_globals_are_followed(monkeypatch):
     assert again.number_values(values) == [0.9]
 
 
+def test_partial_functions_and_arguments_by_place():
+    def f(s, i, j, /, alpha, *, beta=2.0):
+        return s - alpha * abs(i - j) * beta
+
+    first, values = lookup(functools.partial(f, alpha=0.5))
+    assert first.number_values(values) == [0.5, 2.0]
+    again, values = lookup(functools.partial(f, alpha=0.25, beta=1.0))
+    assert again is first
+    assert again.number_values(values) == [0.25, 1.0]
+    assert repr(first).endswith("return s - alpha * abs(i - j) * beta")
+    scaled, values = lookup(functools.partial(lambda a, s: a * s, 3.0))
+    assert scaled.number_values(values) == [3.0]
+
+
+def test_an_exponent_closed_over_is_a_number_unless_it_is_whole():
+    def power(n):
+        return lambda s: abs(s) ** n
+
+    first, values = lookup(power(1.5))
+    assert first.number_values(values) == [1.5]
+    assert lookup(power(2.5))[0] is first
+    whole, _ = lookup((lambda n: lambda s: abs(s) ** n)(2.0))
+    assert not whole.numbers
+    assert repr(whole).endswith("t0 = abs(s)\n    return t0 * t0")
+
+
+def test_what_is_printed_while_tracing_is_the_expression(capsys):
+    lookup(lambda s, i, *, w: s + (print(w[i] + 2.0 * s) or 0), {"w": np.ones(3)})
+    assert capsys.readouterr().out.splitlines()[0] == "w[i] + s * 2.0"
+
+
 def test_a_warm_lookup_does_not_trace(monkeypatch):
     fn = made(0.125)
     first, _ = lookup(fn)
@@ -177,13 +212,30 @@ def test_threads_find_one_expression():
         "s + 7 // -2 + 7 % -2 + i // 0 + i % 0",
         "s + np.inf * (i > 100)",
         "s + 2 ** -1 + np.clip(3, 0, 2) + (i >= j) * 1",
+        "abs(s)**1.5 + (i + 1)**-0.5 + 2.0**(-8 * (j + 1) / 4) + 1.1**(i - j)",
+        "s**20 + np.float_power(i + 1, -2) + (i + 1.0)**j + np.power(s, 3.0)",
+        "s % 0.7 + s // 0.7 + i % 1.5 + s // 1.0 + -0.3 % (i - 2.5) + s % 0.0",
+        "sum(divmod(j, 4)) + sum(np.divmod(s, 0.3)) + sum(divmod(7, i + 1))",
+        "np.round(s) + np.rint(3 * s) + np.round(s, 2) + np.around(j, -1) + s.round(1)",
+        "np.trunc(4 * s) + np.fmin(s, np.nan) + np.fmax(s / 0, s) + np.fmin(i, j)",
+        "np.logaddexp(s, i - j) + np.logaddexp(i, j) + np.logaddexp(-np.inf, s)",
+        "np.hypot(s, i) + np.arctan2(s, i - 3) + np.cbrt(s) + np.log10(j + 1)",
+        "np.tan(s) + np.reciprocal(i + 1.0)",
+        "np.arcsinh(s) + np.arccosh(i) + np.arctanh(s / 9) + np.arcsin(s / 9)",
+        "np.arccos(s / 9) + np.sinc((i - j) / 4) + np.heaviside(i - 4, 0.5)",
+        "np.deg2rad(i) + np.radians(s) - np.rad2deg(s) + np.degrees(j)",
+        "np.clip(s, None, 0) + np.clip(s, a_min=-1, a_max=None) + s.clip(0, 1)",
+        "np.clip(s, min=-1, max=1) + np.where(np.isinf(s / (i - 3)), 1, 0)",
+        "np.select([j < 3, j < 6], [s, -s]) + np.select([i > 3], [i], default=-1)",
+        "np.where(np.isin(i - j, (0, 2, 5)), s, 0)",
     ],
 )
 def test_operations_are_those_of_numpy(text):
     fn, given, named = expressions.function(text), expressions.variables(), {}
     fn = expressions.function(text, "s, i, j")
     expression, values = lookup(fn)
-    with np.errstate(all="ignore"):
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
         direct = fn(**{n: given[n] for n in "sij"})
     (ours,) = evaluate([expression.root], given, values, named, np.float64)
     np.testing.assert_allclose(*np.broadcast_arrays(ours, direct), rtol=1e-14)
@@ -272,7 +324,27 @@ W = {"w": np.ones(4), "t": np.ones((3, 17))}
 ERRORS = [
     (lambda s, i, j: s if i > j else -s, TypeError, r"np.where\(c, x, y\)"),
     (lambda s, i, j: s + (0 < i < j), TypeError, r"\(a < b\) & \(b < c\)"),
-    (lambda s: np.cbrt(s), TypeError, "cbrt is not known"),
+    (lambda s: np.spacing(s), TypeError, "np.spacing is not known here.* arccos, "),
+    (lambda s: np.interp(s, [0, 1], [0, 1]), TypeError, "np.interp is not known"),
+    (lambda s: np.where(s > 0), TypeError, r"write np.where\(c, x, y\)"),
+    (lambda s: np.clip(s, 0, 1, out=s), TypeError, "np.clip: .*'out'"),
+    (lambda s, j: s + np.float64(j), TypeError, "nor a NumPy scalar"),
+    (lambda s, i: s if i in (1, 2) else 0, TypeError, r"np.isin\(x, \(1, 2\)\)"),
+    (lambda s: s.max(), TypeError, "one number, which has no .max"),
+    (lambda s, i, j: s[i, j], TypeError, "has no elements"),
+    (lambda s: s / len(s), TypeError, "no length"),
+    (lambda s: round(s), TypeError, r"write np.round\(x\)"),
+    (lambda s: s @ s, TypeError, r"write a \* b"),
+    (lambda s, i: s * 1j, TypeError, "complex in a traced expression, .*real"),
+    (lambda s, i: s * i**-1, TypeError, r"write x\*\*-1.0, a float"),
+    (lambda s, i, *, w: s + w[i % len(w)], TypeError, r"len\(w\): w is only indexed"),
+    (lambda s, i, *, w: s + w.shape[0], TypeError, "w.shape: w is only indexed"),
+    (lambda s, i, *, w: s + np.take(w, i), TypeError, "w is an array: index it"),
+    (lambda s, i, *, w: s + w @ w, TypeError, "w is an array: index it"),
+    (lambda *x: x[0], TypeError, r"takes \* or \*\* arguments"),
+    (lambda **x: x["s"], TypeError, r"takes \* or \*\* arguments"),
+    (lambda s: random.random() * s, TypeError, "random, a module, .* NumPy, and math"),
+    (lambda s: METHOD() * s, TypeError, "METHOD, a method, .*as a plain function"),
     (lambda s: np.linalg.norm(s), TypeError, "norm"),
     (lambda s: np.sum(s), TypeError, "sum"),
     (lambda s: math.exp(s), TypeError, r"np.f\(x\)"),
@@ -286,23 +358,20 @@ ERRORS = [
     (lambda s, i, *, w: np.exp(w), TypeError, "w is an array"),
     (lambda s, i, *, w: s + w[-1], ValueError, "count from the front"),
     (lambda s, i, *, w: s + w[i:], TypeError, "not by slice"),
-    (lambda s, i, *, w: s + w.sum(), TypeError, "NamedArray"),
+    (lambda s, i, *, w: s + w.sum(), TypeError, "w.sum: w is only indexed"),
     (lambda s, i, *, w: w, TypeError, "the result is an array"),
     (lambda s: None, TypeError, "return one expression"),
     (lambda s: (s, s), TypeError, "the result is a tuple"),
     (lambda s, i: i > 2, TypeError, r"np.where\(seen, s, -np.inf\)"),
-    (lambda s, x: s, TypeError, "asks for x"),
+    (lambda s, x: s, TypeError, r"asks for x: .* s \(score\), b \(batch entry\)"),
     (lambda s: s.sum(), TypeError, "sum"),
-    (lambda s: s // 2, TypeError, r"np.floor\(a / b\)"),
     (lambda s: ~s, TypeError, "booleans"),
     (lambda s, i: np.add(s, i, where=True), TypeError, "no more arguments"),
     (lambda s, i: np.add.reduce(s), TypeError, "only np.f"),
-    (lambda s, i: s**i, TypeError, r"np.exp\(y \* np.log\(x\)\)"),
-    (lambda s: s**40, TypeError, "powers are whole"),
     (lambda s: np.asarray(s), TypeError, "cannot become an array"),
     (lambda s: min(s, 3), TypeError, "np.minimum"),
     (lambda s, i: sum(s for _ in range(i)), TypeError, r"range\(\)"),
-    (lambda s, i: s + {i: 1}[i], TypeError, "unhashable"),
+    (lambda s, i: s + {i: 1}[i], TypeError, "no key of a dict or set"),
     (lambda s, i: s + np.array([1.0, 2.0]), TypeError, "ndarray in a traced"),
     (lambda s: CUPY.tanh(s), TypeError, r"use np.f\(x\), for CuPy"),
     (lambda s: s + np.random.rand(), TypeError, "not the same at each call"),  # noqa: NPY002
@@ -323,6 +392,30 @@ def test_errors_name_the_line(fn, kind, message):
     assert re.search(r"\n    \(lambda ", str(raised.value)), "the line itself"
 
 
+@functools.wraps(len)
+def decorated(s):
+    return None
+
+
+def test_errors_name_the_line_below_decorators():
+    line = decorated.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError, match="return one expression") as raised:
+        lookup(decorated)
+    assert str(raised.value).startswith(f"{__file__}:{line}: ")
+    assert "def decorated(s):" in str(raised.value)
+
+
+def test_an_error_that_the_function_catches_is_raised():
+    def f(s, i, j):
+        try:
+            return s if i > j else -s
+        except TypeError:
+            return s
+
+    with pytest.raises(TypeError, match=r"write np.where\(c, x, y\)"):
+        lookup(f)
+
+
 def test_errors_of_masks():
     with pytest.raises(TypeError, match="a mask returns a boolean, got int"):
         lookup(lambda i, j: i - j, mask=True)
@@ -332,7 +425,17 @@ def test_errors_of_masks():
         lookup(lambda i, j: i > j, {"doc": np.ones(3)}, mask=True)
 
 
-@pytest.mark.parametrize("wrong", [np.tanh, "s", types.SimpleNamespace(), print])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.tanh,
+        "s",
+        types.SimpleNamespace(),
+        print,
+        functools.partial(np.tanh),
+        functools.partial(lambda s, h: s + h, h=2),
+    ],
+)
 def test_only_plain_functions(wrong):
     with pytest.raises(TypeError, match=r"plain function \(def or lambda\)"):
         lookup(wrong)

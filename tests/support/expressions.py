@@ -23,7 +23,10 @@ NUMBERS = {
     "C1": np.float64(-1.7),
 }
 # Forms with an infinite derivative somewhere.
-SINGULAR = re.compile(r"np\.sqrt\((?!abs)|np\.log1p|\*\*-1")
+SINGULAR = re.compile(
+    r"np\.sqrt\((?!abs)|np\.log1p|\*\*-1|np\.hypot|np\.arctan2|np\.cbrt|np\.power"
+)
+TWO_NUMBERS = "minimum maximum fmin fmax logaddexp hypot arctan2 heaviside".split()
 SCORE_ARGUMENTS = "s, b, h, i, j, *, w, t, doc"
 
 
@@ -93,8 +96,26 @@ class Grammar:
             lambda: f"abs({again()})",
             lambda: f"({again()})**{choose(['2', '3', '-1'])}",
             lambda: f"np.{choose(['floor', 'ceil', 'sign'])}({again()})",
-            lambda: f"np.{choose(['minimum', 'maximum'])}({again()}, {again()})",
+            lambda: f"np.{choose(TWO_NUMBERS)}({again()}, {again()})",
             lambda: f"np.clip({again()}, -1.5, 1.25)",
+            lambda: f"np.power(abs({again()}), np.clip({again()}, -2, 2.5))",
+            lambda: f"{choose(['2.0', '1.1'])} ** np.clip({again()}, -3, 3)",
+            lambda: f"(abs({again()}) + 0.3) ** {choose(['1.5', '-0.5', 'C0', 'C1'])}",
+            lambda: f"({again()} {choose(['%', '//'])} {choose(['0.75', 'C1'])})",
+            lambda: (
+                f"np.{choose(['arcsin', 'arccos', 'arctanh'])}"
+                f"(np.clip({again()}, -0.9, 0.9))"
+            ),
+            lambda: f"np.arccosh(1.1 + abs({again()}))",
+            lambda: f"np.log10(abs({again()}) + 0.7)",
+            lambda: (
+                f"np.{choose(['arcsinh', 'cbrt', 'sinc', 'rint', 'trunc'])}({again()})"
+            ),
+            lambda: f"np.round({again()}, 1)",
+            lambda: (
+                f"np.select([{self.boolean(depth - 1)} & (i > -9)], [{again()}], "
+                f"{again()})"
+            ),
             lambda: f"(-{again()})",
             lambda: f"np.where({self.boolean(depth - 1)}, {again()}, {again()})",
             lambda: f"({again()} * {self.integer(depth - 1)})",
@@ -155,8 +176,9 @@ def differences(values, at, step=1e-5):
         size = 1 + abs(central) + abs(here)
         smooth = abs(forward - backward) < 1e-2 * size
         smooth &= abs(central - wide) < 1e-7 * size
-        # Of large values, sin and floor of it, differences say nothing.
-        smooth &= np.isfinite(central) & (abs(here) < 1e6)
+        # Of large values, sin and floor of it, differences say nothing; nor of steps
+        # as np.round() makes them, so small that they look like a slope.
+        smooth &= np.isfinite(central) & (abs(here) < 1e6) & (abs(central) < 4e3)
     return central, smooth
 
 

@@ -47,15 +47,18 @@ class BlockFunctions:
         reads = [read for read in expression.reads if read[0] in names]
         roots = [expression.root, slope]
         roots += [x for _, index, partial in reads for x in (*index, partial)]
-        value, by_s, *rest = self._evaluate(
-            self._score, roots, s, start, stop, self._visible
-        )
+        found = self._evaluate(self._score, roots, s, start, stop, self._visible)
+        # The caller overwrites s, which may be a derivative as it stands.
+        value, by_s, *rest = (x.copy() if x is s else x for x in found)
         values = iter(rest)
-        found = [
-            Reads(name, list(itertools.islice(values, len(index))), next(values))
-            for name, index, _ in reads
-        ]
-        return value, None if is_const(slope, 1) else by_s, found
+        return (
+            value,
+            None if is_const(slope, 1) else by_s,
+            [
+                Reads(name, list(itertools.islice(values, len(index))), next(values))
+                for name, index, _ in reads
+            ],
+        )
 
     def hide(self, s, start, stop):
         """Put -inf where the mask function hides a key."""

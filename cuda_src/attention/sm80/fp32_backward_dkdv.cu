@@ -41,6 +41,30 @@ struct view_t {
 // This warp's first key, of the tile.
 __device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles); }
 
+// Stores dk and dv of the tile of keys, and reports a number that is not finite.
+template <typename SumsK, typename SumsV>
+__device__ __forceinline__ void store(grad_t* dk, grad_t* dv, const SumsK& sums_k,
+                                      const SumsV& sums_v, const view_t& view,
+                                      const params_t& params, const grads_t& grads,
+                                      found_t* found) {
+  const int j0 = view.j0;
+  const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+  const auto kept = locate(grads.kept, view.kept);
+  float nonfinite = 0;
+  if constexpr (kMakesDk) {
+    nonfinite +=
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
+                   num_keys, static_cast<int>(params.head_dim));
+  }
+  if constexpr (kMakesDv) {
+    nonfinite += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1],
+                            grads.col[1], sums_v, 1 / kLift, key_0(), 0, num_keys,
+                            static_cast<int>(params.head_dim_v));
+  }
+  if (nonfinite != 0) found->nonfinite = 1;
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_keys(
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
@@ -237,20 +261,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   two_level_k.finish(sums_k);
   two_level_v.finish(sums_v);
-  const int j0 = view.j0;
-  const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
-  const auto kept = locate(grads.kept, view.kept);
-  float nonfinite = 0;
-  if constexpr (kMakesDk) {
-    nonfinite +=
-        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
-                   sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
-                   num_keys, static_cast<int>(params.head_dim));
-  }
-  if constexpr (kMakesDv) {
-    nonfinite += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1],
-                            grads.col[1], sums_v, 1 / kLift, key_0(), 0, num_keys,
-                            static_cast<int>(params.head_dim_v));
-  }
-  if (nonfinite != 0) found->nonfinite = 1;
+  store(dk, dv, sums_k, sums_v, view, params, grads, found);
 }

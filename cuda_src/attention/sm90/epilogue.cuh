@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: a warp's 16 rows of out go through shared memory, a few columns at
-// a time, so that lanes store whole lines, and all stores are under way at once.
+// attention_hopper: each warp stores its 16 rows of out through shared memory, a few
+// columns at a time. Lanes then write whole cache lines, with all stores in flight.
 #pragma once
 
 #include "attention/sm90/tile_scheduler.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 
-// Columns at a time, where shared memory has room for them.
+// Columns staged at a time, if shared memory has room for them.
 #ifdef STAGED_COLUMNS
 constexpr bool kStagesOut = true;
 constexpr int kStagedColumns = STAGED_COLUMNS;
@@ -16,24 +16,24 @@ static_assert(kHeadDimV % kStagedColumns == 0 && kPack == 1 && !kSplit);
 constexpr bool kStagesOut = false;
 constexpr int kStagedColumns = 64;
 #endif
-// Bytes from row to row: 16 more than the columns, so that 8 rows fill all banks.
+// Bytes per staged row: 16 bytes of padding spread 8 rows over all banks.
 constexpr int kStagedPitch = kStagedColumns * int(sizeof(elem_t)) + 16;
-constexpr int kStagedBytes = 16 * kStagedPitch;  // of a warp
+constexpr int kStagedBytes = 16 * kStagedPitch;  // per warp
 
-// Where a lane puts its row for stmatrix: rows 0 to 7, rows 8 to 15, and the same of
-// the next 8 columns.
+// The address of a lane for stmatrix: rows 0 to 7, rows 8 to 15, then the same for the
+// next 8 columns.
 __device__ __forceinline__ unsigned staged_row(unsigned staged, int lane) {
   return staged + lane % 16 * kStagedPitch + lane / 16 * 16;
 }
 
-// Stores what the warp has staged: rows below `num_rows` to `out`, which is that of the
-// first one, and columns below `num_columns`.
+// Stores the staged rows below `num_rows` and columns below `num_columns`; `out` points
+// to the first row.
 __device__ __forceinline__ void store_staged(unsigned staged, elem_t* out,
                                              const operand_t& strides, bool aligned,
                                              int num_rows, int num_columns, int lane) {
   if (aligned) {
-    constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
-    constexpr int kRows = kWarpSize / kVectors;   // that the warp stores at a time
+    constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, per row
+    constexpr int kRows = kWarpSize / kVectors;   // stored by the warp at a time
     const int first = lane / kVectors, column = lane % kVectors * 8;
     staged += first * kStagedPitch + column * 2;
     uint4 x[16 / kRows];
@@ -62,15 +62,15 @@ __device__ __forceinline__ void store_staged(unsigned staged, elem_t* out,
   }
 }
 
-// Stores 32 columns of a row from `first` on, 8 of each lane of four: word t has
-// columns 8 t + lane % 4 * 2 and the one behind it. Vectors of 16 bytes where the row
-// is aligned.
+// Stores 32 columns of a row from `first` on, 8 per lane of a group of four. Word t has
+// columns 8 t + lane % 4 * 2 and the next one. Uses 16-byte vectors if the row is
+// aligned.
 __device__ __forceinline__ void store_words(elem_t* out_row, unsigned (&words)[4],
                                             const operand_t& strides, int first,
                                             bool aligned, bool exists,
                                             index_t num_columns, int lane) {
   if (aligned) {
-    transpose(words, lane);  // 8 columns side by side
+    transpose(words, lane);  // now a lane has 8 consecutive columns
     const int column = first + lane % 4 * 8;
     if (exists && column < num_columns) {
       *reinterpret_cast<uint4*>(out_row + column) =

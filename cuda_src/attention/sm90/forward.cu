@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: tensor cores fed by TMA, for sm_90a.
+// attention_hopper: FlashAttention-3 forward with TMA and wgmma, for sm_90a.
 //
-// Algorithm  FlashAttention-3 forward (Shah et al. 2024), on tiles of keys from last to
-//            first: while o += p v of one tile runs, so does s = q k^T of the
-//            next, and its softmax. The reference m of a row moves only when a score
-//            passes it by 2^8, which leaves o alone in most steps.
-// Grid       a block a multiprocessor. A work tile is a tile of queries of one head;
-// blocks
-//            take tile after tile, from a counter where tiles differ in length
-// Threads    warpgroup 0 asks TMA for tiles (one thread); each other one
-//            computes 64 queries. With kTakeTurns they issue products one after another
-// Tiles      q     kGroupM x kHeadDim a warpgroup   shared
-//            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
-//            s, p, o  registers, as wgmma lays them out
-//            out   16 x kStagedColumns a warp       shared, on their way to memory
-// Memory     global: q and out once; k and v once a work tile, mostly from L2
+// Algorithm  FlashAttention-3 forward (Shah et al. 2024). Tiles of keys run from last
+//            to first; o += p v of one tile overlaps with s = q k^T and the softmax of
+//            the next. The reference m of a row moves only when a score exceeds it by
+//            more than 8 in log2, so most steps need no rescaling of o.
+// Grid       Persistent, one block per multiprocessor. A work tile is a tile of queries
+//            of one head. Blocks take work tiles from a counter where these differ in
+//            length, otherwise in a fixed stride.
+// Threads    One thread of warpgroup 0 issues the TMA loads; each other warpgroup
+//            computes 64 queries. With kTakeTurns their products alternate (pingpong).
+// Tiles      q     kGroupM x kHeadDim per warpgroup  shared
+//            k, v  kBlockN x kHeadDim (kHeadDimV)    shared, kStages of each
+//            s, p, o  registers, in the layout of wgmma
+//            out   16 x kStagedColumns per warp      shared, staging for the stores
+// Memory     global: q and out once; k and v once per work tile, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
-// Limits     q, k, v as a tensor map takes them (_cuda/tensor_map.py); seqlen_k >= 1;
-// numbers
-//            of work tiles, queries and keys in 32 bits
+// Limits     q, k, v must fit a tensor map (_cuda/tensor_map.py); seqlen_k >= 1; work
+//            tiles, queries and keys are counted in 32 bits
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -29,9 +28,9 @@
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
-// setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
-// thread. Lengths and options cost the producer registers, since it finds the tiles of
-// an item.
+// setmaxnreg redistributes the registers of the block, 65536 / kNumThreads per thread.
+// Lengths and score options cost the producer registers: it computes which tiles of
+// keys a work tile needs.
 constexpr int kProducerRegisters = kNumGroups == 4                                 ? 32
                                    : kNumGroups == 3 && (kBandOfItem || kHasTerms) ? 56
                                    : kNumGroups == 3                               ? 32
@@ -43,22 +42,22 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
 
-// A short launch waits for little else than what comes before its first keys.
+// A short launch mostly waits for its first keys: find the first work tile early.
 constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
 
-// Tiles of v that a warpgroup skips and leaves standing until its first product has
-// begun. The producer asks for tile n of k after tile n - 2 of v, so that it waits for
-// none of these.
+// How many tiles of v a warpgroup that skips keys may leave unreleased until its first
+// product has started. The producer loads tile n of k after tile n - 2 of v, so it
+// never waits for these.
 constexpr int kLateV = 2;
 static_assert(kNumGroups == 1 || kStages >= kLateV);
 
-// Whether tiles of k and q are given back without a branch. With more stages and where
-// terms of keys have barriers of their own that is slower: the assembler moves more
-// into the turn.
+// Release k and q by predicated arrivals, without a branch. With more stages, or where
+// bias and mask have a ring of their own, this was slower: the assembler moves more
+// instructions between the waits of pingpong.
 constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kHasKeyRing;
 
-// s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
-// 128.
+// s = q k^T, or s += q k^T with kPresetBias. A step covers 16 columns, 32 bytes of each
+// 128-byte row.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long long q,
                                             unsigned long long k) {
 #pragma unroll
@@ -70,7 +69,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long l
   }
 }
 
-// o += p v, or o = p v. A step is 16 rows of v, of 128 bytes.
+// o += p v, or o = p v. A step covers 16 rows of v, 128 bytes each.
 __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
                                             const unsigned (&p)[kBlockN / 16][4],
                                             unsigned long long v, bool accumulate) {
@@ -81,25 +80,26 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
   }
 }
 
-// Arrivals of a warp at a barrier. compute-sanitizer's racecheck does not follow one
-// lane that arrives for its warp behind __syncwarp(): for it, each lane arrives.
+// Arrivals per warp at an mbarrier. racecheck of compute-sanitizer does not understand
+// that one lane arrives for its warp after __syncwarp(); for it every lane arrives.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? kWarpSize : 1;
 
-// What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
-// _attention/gpu/sm90/forward.py.
+// What depends on the memory of q, k and v. HOPPER_INPUTS of
+// _attention/gpu/sm90/forward.py is the same struct on the host.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map;
   schedule_t schedule;
-  const elem_t* q;   // (batch, heads, queries, head_dim)
-  const elem_t* k;   // (batch, kv heads, keys, head_dim)
-  const elem_t* v;   // (batch, kv heads, keys, head_dim_v)
-  double from_log2;  // what a unit of the exponents is in units of lse, by to_log2
-  float to_log2;     // what makes scores, or q.k, exponents of 2
-  float margin;      // kLazyLog2 in their units
+  const elem_t* q;  // (batch, heads, queries, head_dim)
+  const elem_t* k;  // (batch, kv heads, keys, head_dim)
+  const elem_t* v;  // (batch, kv heads, keys, head_dim_v)
+  double
+      from_log2;  // from exponents of 2 back to the unit of lse, multiplied by to_log2
+  float to_log2;  // from scores, or from q.k, to exponents of 2
+  float margin;   // kLazyLog2 in the unit of the scores
   cap_t cap;
 };
 
-// Where combined parts go.
+// Output of the combined splits.
 #ifdef MERGE
 #define MERGED_PARAMETERS                                                \
   elem_t* __restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
@@ -109,7 +109,7 @@ struct alignas(64) inputs_t {
 #define MERGED_PARAMETERS
 #define MERGED_ARGUMENTS nullptr, nullptr
 #endif
-// Which tiles of keys a mask function shows (score/tile_lists.cu).
+// Which tiles of keys a mask function leaves visible (score/tile_lists.cu).
 #if MASK_FUNCTION
 #define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
 #define LISTS_ARGUMENT tile_lists
@@ -134,8 +134,8 @@ struct arguments_t {
     return inputs.schedule;
   }
   __device__ __forceinline__ const params_t& params() const { return score.params; }
-  // The tiles of keys of a work tile: those that its queries see by their position, or
-  // places in its list.
+  // The tiles of keys of a work tile: those its queries see by their position, or a
+  // range of entries in its list.
   __device__ __forceinline__ tiles_t tiles_of(const tile_coord_t& at,
                                               const mask_bounds_t& band, int row_first,
                                               int row_last) const {
@@ -150,33 +150,33 @@ struct arguments_t {
 // --- shared memory
 
 struct shared_t {
-  volatile tile_info_t* tile_infos;  // two
+  volatile tile_info_t* tile_infos;  // two, alternating
   volatile orders_t& orders;
   key_terms_t* key_terms;     // kKeySlots
-  volatile unsigned* listed;  // what the list says of the tiles of k, by stage
+  volatile unsigned* listed;  // list entry of each tile of k, by stage
   bool& is_last_part;
-  unsigned char* start;  // of what the host has asked for
+  unsigned char* start;  // of the dynamic shared memory
 };
 
 constexpr int kBarriers =
     2 * kNumGroups + 4 * kStages + 4 + kOrders + (kHasKeyRing ? 2 * kKeySlots : 0);
 
-// Addresses in it.
+// Shared memory addresses.
 struct addresses_t {
   unsigned q, k, v, out;  // tiles
   ring_t q_ring, k_ring, v_ring, tile_ring, key_ring;
-  unsigned landed;  // tiles to be scrubbed
+  unsigned landed;  // barriers of tiles of v that must be scrubbed
 
   __device__ __forceinline__ addresses_t(const unsigned char* start,
                                          const unsigned long long* barriers) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     q = (ptx::shared_address(start) + 1023) & ~1023u;
     k = q + kNumGroups * kBytesQ;
     v = k + kStages * kBytesK;
     out = v + kStages * kBytesV;
     unsigned first = ptx::shared_address(barriers);
-    // Or else the assembler finds it anew in each step; at 128 columns it takes a
-    // register that terms need.
+    // Keeps the address in a register; otherwise it is recomputed in each step. With
+    // 128 columns the score options need that register.
     if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::launder(first);
     constexpr int kBarrier = ring_t::kBytes;
     q_ring = {first, first + kNumGroups * kBarrier};
@@ -221,29 +221,30 @@ struct addresses_t {
 
 // --- producer warpgroup
 
-// One thread asks TMA for k0, q, k1, v0, k2, v1, .., since k is needed one tile before
-// v.
+// One thread issues the TMA loads, in the order k0, q, k1, v0, k2, v1, ...: the
+// consumers need k one tile before v.
 struct producer_t {
   const arguments_t& args;
   const shared_t& shared;
   const addresses_t& smem;
-  unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
+  unsigned num_tiles = 0;  // of k and v so far; gives stage and parity
   unsigned num_done = 0;   // work tiles so far
 
-  // What there are no registers for.
+  // State that does not fit into registers.
   __device__ __forceinline__ volatile tile_info_t& info() const {
     return shared.tile_infos[num_done & 1];
   }
 
-  // Waits until work tile `number` can be published; one that has to be computed again
-  // comes before it.
+  // Waits until the slot of the next work tile is free, and returns its number. A work
+  // tile that must be recomputed takes precedence over `number`.
   __device__ __forceinline__ int claim(int number) const {
     volatile orders_t& orders = shared.orders;
     const unsigned slot = num_done & 1;
     wait(smem.tile_ring.empty_at(slot), (num_done >> 1 & 1) ^ 1);
     if constexpr (kHidesSome) {
       unsigned done = num_done == 0 ? 0 : num_done - 1;
-      if (number >= args.schedule().num_items && num_done > 0) {  // no other comes
+      if (number >= args.schedule().num_items &&
+          num_done > 0) {  // this was the last one
         wait(smem.tile_ring.empty_at(slot ^ 1), done >> 1 & 1);
         done = num_done;
       }
@@ -267,12 +268,12 @@ struct producer_t {
     ptx::mbarrier_arrive(smem.tile_ring.full_at(num_done & 1));
   }
 
-  // Coordinates of two batch axes have no registers.
+  // With two batch axes the coordinates do not fit into registers.
   __device__ __forceinline__ tile_coord_t place(const tile_coord_t& at) const {
     if constexpr (kDynamic && kBatchDims > 1) return info().place();
     return at;
   }
-  // Tile `number` of k, counted over all work tiles, from key `first` on.
+  // Loads tile `number` of k, counted over all work tiles; it starts at key `first`.
   __device__ __forceinline__ void load_k(const tile_coord_t& at, unsigned number,
                                          int first) const {
     const unsigned stage = stage_of(number);
@@ -295,7 +296,7 @@ struct producer_t {
         load_tile<kGroupM, kChunksQk>(
             smem.q + g * kBytesQ, args.inputs.q_map, smem.q_ring.full_at(g), row,
             coordinate(from.head, args.params().q.head), batch);
-      } else {  // axes: columns, packed heads, queries, others heads, batch
+      } else {  // axes: columns, packed heads, queries, other heads, batch
         const int others[2] = {int(from.head) / kPack, batch[0]};
         load_tile<kGroupM, kChunksQk, false, kGroupM, kGroupM / kPack * kPack>(
             smem.q + g * kBytesQ, args.inputs.q_map, smem.q_ring.full_at(g), 0,
@@ -303,7 +304,7 @@ struct producer_t {
       }
     }
   }
-  // Tile `tile` of v; one that has to be scrubbed first arrives elsewhere.
+  // Loads tile `tile` of v. One that must be scrubbed signals the scrubbers instead.
   __device__ __forceinline__ void load_v(const tile_coord_t& at, unsigned number,
                                          int tile) const {
     volatile orders_t& orders = shared.orders;
@@ -327,8 +328,8 @@ struct producer_t {
         coordinate(from.kv_head, args.params().v.head), batch);
   }
 
-  // The tiles of a list, places [first, last) of it, from the last one down. Each is
-  // asked for before the one before it is, since the list lies in memory.
+  // Loads list entries [first, last), last one first. Each entry is read one step
+  // ahead, because the list lies in global memory.
   __device__ __forceinline__ void load_listed(const tile_coord_t& at,
                                               const tiles_t& places,
                                               int row_block) const {
@@ -398,7 +399,8 @@ struct producer_t {
           if (n < count) load_k(at, num_tiles + n, (tiles.last - 1 - n) * kBlockN);
           if (n == 0) {
             load_q(at, row_block);
-            if (!careful) orders.next = next + gridDim.x;  // by now it has come
+            if (!careful)
+              orders.next = next + gridDim.x;  // the atomic has returned by now
           } else {
             load_v(at, num_tiles + n - 1, tiles.last - n);
           }
@@ -412,7 +414,7 @@ struct producer_t {
 
   __device__ __forceinline__ void finish() const {
     if constexpr (kDynamic) {
-      // All blocks have taken their last tile: ready for the next launch.
+      // The last block to finish resets the counter for the next launch.
       if (atomicAdd(&args.counter->finished, 1) == int(gridDim.x) - 1) {
         args.counter->next = 0;
         args.counter->finished = 0;
@@ -429,7 +431,7 @@ struct producer_t {
   }
 };
 
-// One warp reads bias and mask where they are the same to all queries.
+// One warp reads bias and mask where these are the same for all queries.
 __device__ __forceinline__ void read_key_terms(const arguments_t& args,
                                                const shared_t& shared,
                                                const addresses_t& smem) {
@@ -449,7 +451,7 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
       if constexpr (kListsTiles) tile = listed_tile(args.list_of(at), tile).tile();
       return tile * kBlockN;
     };
-    // Other terms leave no registers to ask ahead.
+    // With other score options there are no registers left to prefetch.
     read_terms_t read;
     if constexpr (kKeyBias) {
       read.read(scores, first_key(tiles.last - 1), params.seqlen_k, lane);
@@ -477,7 +479,7 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
   }
 }
 
-// The other warps scrub tiles of v, as the producer orders.
+// The remaining warps scrub tiles of v, as the producer's orders tell them.
 __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t& smem) {
   volatile orders_t& orders = shared.orders;
   const int thread = threadIdx.x - (128 - kScrubbers);
@@ -506,30 +508,31 @@ __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t&
 
 // --- consumer warpgroups
 
-// The compiler keeps x, not what it is made of, while the loop over keys runs.
+// Makes the compiler keep x itself in a register, rather than recompute it in the loop.
 __device__ __forceinline__ int opaque(int x) {
   unsigned word = x;
   ptx::launder(word);
   return word;
 }
 
-// A work tile, as a warpgroup sees it.
+// A work tile from the point of view of one warpgroup.
 struct work_t {
   tile_coord_t at;
   mask_bounds_t band;
   scores_t scores;
-  int i[2];  // the queries of this thread's rows
+  int i[2];  // query indices of this thread's two rows
   score_rows_t rows;
   function_rows_t functions;
   share_t share;
   tiles_t tiles;
-  int count;  // of them
+  int count;  // of tiles of keys
   int num_rows, row_block, row_group;
-  int row_thread;  // and the one 8 below
-  // Keys [first, last) that this thread's rows see, from its first column on.
+  int row_thread;  // this thread's first row; the second is 8 further
+  // This thread's rows see keys [first, last), relative to its first column.
   int first[2] = {}, last[2];
-  // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only others
-  // see, masks up to `masked_end`, and again from `whole_end` on.
+  // Tile n = 0 is the last one of the block. This warpgroup skips the first `skipped`
+  // tiles, which only other warpgroups see, and masks those before `masked_end` and
+  // from `whole_end` on.
   int skipped = 0, masked_end = 1, whole_end;
 
   __device__ __forceinline__ work_t(const arguments_t& args,
@@ -580,13 +583,13 @@ struct work_t {
     }
   }
 
-  // The rows of the block, this warpgroup and this thread.
+  // First rows of the block, of this warpgroup and of this thread.
   __device__ __forceinline__ void find_rows(const arguments_t& args,
                                             const tile_coord_t& at, int group,
                                             int lane) {
     num_rows = static_cast<int>(args.params().seqlen_q) * kPack;
     row_block = first_row(at, args.schedule());
-    // A warpgroup before the first query has as much to do as one behind the last.
+    // Treat a warpgroup before the first query like one behind the last: nothing to do.
     const int row_own = row_block + group * kGroupM;
     row_group = row_own < 0 ? num_rows : row_own;
     row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
@@ -597,14 +600,14 @@ struct consumer_t {
   const arguments_t& args;
   const shared_t& shared;
   const addresses_t& smem;
-  int w, lane;  // w: of the warpgroups that compute
+  int w, lane;  // w: index among the consumer warpgroups
   bool elected;
   unsigned long long q_tile, k_tiles, v_tiles;
   float to_log2;
-  unsigned num_tiles = 0, num_done = 0;  // of keys, and work tiles, so far
+  unsigned num_tiles = 0, num_done = 0;  // tiles of keys, and work tiles, so far
   float s[kScores], o[kOutputs];
   unsigned p[kBlockN / 16][4];
-  key_bias_t key_bias;  // that comes with its tile of k
+  key_bias_t key_bias;  // arrives together with its tile of k
 
   __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
                                         const addresses_t& smem, int group)
@@ -620,11 +623,11 @@ struct consumer_t {
         to_log2(kCapOnly    ? 1.f
                 : kHasTerms ? float(kLog2e)
                             : args.inputs.to_log2) {
-    // Barrier 1 + w is the turn of warpgroup w.
+    // Named barrier 1 + w lets warpgroup w issue its products; warpgroup 0 starts.
     if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
   }
 
-  // --- pingpong: warpgroups start their products one after the other
+  // --- pingpong: the warpgroups issue their products alternately
   __device__ __forceinline__ void take_turn() const {
     if constexpr (kTakeTurns) ptx::bar_sync<256>(1 + w);
   }
@@ -640,7 +643,7 @@ struct consumer_t {
     wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
     return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].item, 0);
   }
-  // The number of a row in lse, and of one in out where that is split.
+  // Row index in lse, and in out where the keys are split.
   __device__ __forceinline__ index_t row_number(const tile_coord_t& at, int row,
                                                 int tile) const {
     const params_t& params = args.params();
@@ -654,7 +657,7 @@ struct consumer_t {
 
   // --- mainloop
 
-  // Tiles of keys that other warpgroups see.
+  // Releases tiles of keys that only other warpgroups see.
   __device__ __forceinline__ void skip_v(int n) const {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     wait(smem.v_ring.full_at(stage), parity_of(number));
@@ -666,7 +669,7 @@ struct consumer_t {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       wait(smem.k_ring.full_at(stage), parity_of(number));
       if (elected) ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
-      // Before the turn: whoever has it may wait for a later tile in this place.
+      // Before take_turn(): the warpgroup ahead may wait for this stage to be free.
       if (n >= kLateV) skip_v(n - kLateV);
       take_turn();
       pass_turn();
@@ -677,8 +680,8 @@ struct consumer_t {
     }
   }
 
-  // What products are added to, for tile n of the work tile; whether something is left
-  // for finish_scores() to add.
+  // Prepares the accumulators for tile n of the work tile; returns whether
+  // finish_scores() must still add large biases.
   __device__ __forceinline__ bool begin_scores(int n) {
     if constexpr (kPresetBias) {
       const unsigned number = num_tiles + n, slot = number % kKeySlots;
@@ -696,12 +699,12 @@ struct consumer_t {
   __device__ __forceinline__ void add_key_bias() {
     if constexpr (kBiasBehind) key_bias.add_to(s);
   }
-  // Products into final scores.
+  // Turns products into final scores.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late) {
     finish_scores<kMasked>(work, n, late, (work.tiles.last - 1 - n) * kBlockN, kMasked);
   }
-  // With a mask function it is known now whether some are masked.
+  // With a mask function, `is_masked` says whether the tile has hidden keys.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late,
                                                 int j0, bool is_masked) {
@@ -711,7 +714,7 @@ struct consumer_t {
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
     }
-    // Where nothing is masked, a softcap alone is left to exponentiate_capped().
+    // Unmasked tiles with only a softcap leave it to exponentiate_capped().
     if constexpr (kHasTerms && (!kCapOnly || kMasked)) {
       const int j = j0 + lane % 4 * 2;
       const unsigned number = num_tiles + n, slot = number % kKeySlots;
@@ -729,7 +732,7 @@ struct consumer_t {
     }
     if (kMasked && is_masked) mask(work, j0);
   }
-  // Hides keys from j0 on that the rows do not see by their position.
+  // Hides the keys from j0 on that the rows do not see by their position.
   __device__ __forceinline__ void mask(const work_t& work, int j0) {
     const int (&first)[2] = work.first, (&last)[2] = work.last;
     const int some = max(max(first[0], first[1]) - j0, 0);
@@ -754,7 +757,7 @@ struct consumer_t {
     ptx::wgmma_commit_group();
   }
   __device__ __forceinline__ void start_pv(unsigned stage, bool accumulate) {
-    // p was written; without this fence ptxas lets each product wait for the last.
+    // p was just written; without this fence ptxas serializes the products.
     ptx::wgmma_fence();
     multiply_pv(o, p, v_tiles + stage * (kBytesV / 16), accumulate);
     ptx::wgmma_commit_group();
@@ -784,7 +787,7 @@ struct consumer_t {
     exponentiate(row, s, to_log2);
     round_to(p, s);
   }
-  // The others: s of tile n, and o += p v of tile n - 1 beside its softmax.
+  // Any other tile n: s of this tile, while o += p v of tile n - 1 is in flight.
   template <bool kMasked>
   __device__ __forceinline__ void step(const work_t& work, softmax_t& row, int n) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
@@ -814,7 +817,7 @@ struct consumer_t {
     } else {
       raised = raise(row, s, to_log2, args.inputs.margin);
     }
-    // ptxas moves this wait up to the last branch, which is the one in raise().
+    // ptxas moves this wait up to the last branch before it, the one in raise().
     ptx::wgmma_wait_group<0>();
     compiler_fence(o);
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
@@ -823,16 +826,16 @@ struct consumer_t {
     } else {
       exponentiate(row, s, to_log2);
     }
-    round_to(p, s);  // only now: a product in flight was reading p
+    round_to(p, s);  // only now, because the product in flight was reading p
     if (raised.moves) {
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
     }
   }
-  // --- mainloop over the tiles of a list
+  // --- mainloop over a list of tiles
 
-  // Each step n ends what tile n - 1 has left: o += p v of it, or its v alone where
-  // this warpgroup saw nothing of it.
+  // Step n also finishes tile n - 1: it computes o += p v, or only releases v if this
+  // warpgroup saw nothing of that tile.
   __device__ __forceinline__ void release_k(const work_t& work, int n) const {
     const unsigned stage = stage_of(num_tiles + n);
     if (elected) {
@@ -865,7 +868,7 @@ struct consumer_t {
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
     }
-    __syncwarp();  // all lanes have read what the list says
+    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     if (n > 0) {
       take_turn();
@@ -873,7 +876,7 @@ struct consumer_t {
     }
     end_before(n - 1, is_pending);
   }
-  // A tile behind one of which nothing was seen.
+  // A visible tile after one that this warpgroup did not see.
   __device__ __forceinline__ void step_alone(const work_t& work, softmax_t& row, int n,
                                              listed_tile_t listed) {
     const unsigned stage = stage_of(num_tiles + n);
@@ -885,7 +888,7 @@ struct consumer_t {
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
     add_key_bias();
-    __syncwarp();  // all lanes have read what the list says
+    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     end_before(n - 1, false);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
@@ -894,7 +897,7 @@ struct consumer_t {
     round_to(p, s);
     scale_sums(row, raised.moves);
   }
-  // A tile, and o += p v of the one before beside its softmax.
+  // A visible tile, while o += p v of the one before is in flight.
   __device__ __forceinline__ void step_listed(const work_t& work, softmax_t& row, int n,
                                               listed_tile_t listed) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
@@ -909,7 +912,7 @@ struct consumer_t {
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
     add_key_bias();
-    __syncwarp();  // all lanes have read what the list says
+    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
@@ -917,7 +920,7 @@ struct consumer_t {
     compiler_fence(o);
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
     exponentiate(row, s, to_log2);
-    round_to(p, s);  // only now: a product in flight was reading p
+    round_to(p, s);  // only now, because the product in flight was reading p
     scale_sums(row, raised.moves);
   }
   __device__ __forceinline__ void attend_listed(const work_t& work, softmax_t& row) {
@@ -943,7 +946,7 @@ struct consumer_t {
     end_before(work.count - 1, is_pending);
   }
 
-  // All tiles of keys but for the last product with v, which has begun.
+  // All tiles of keys, except the last product with v, which store() issues.
   __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
     wait(smem.q_ring.full_at(w), num_done & 1);
     first_step(work, row);
@@ -952,7 +955,7 @@ struct consumer_t {
 #pragma unroll 1
       for (; n < work.masked_end; ++n) step<true>(work, row, n);
     }
-    // Counted down apart: a comparison of n would have to leave the uniform registers.
+    // A separate counter: comparing n would move it out of the uniform registers.
     unsigned left = max(work.whole_end - n, 0);
 #pragma unroll 1
     for (; left > 0; ++n) {
@@ -968,7 +971,7 @@ struct consumer_t {
 
   // --- epilogue
 
-  // 1 / l of the rows, whether they see anything, and lse.
+  // Computes 1 / l of both rows, whether they see any key, and stores lse.
   __device__ __forceinline__ void finalize(const work_t& work, softmax_t& row,
                                            const tile_coord_t& here, int tile,
                                            float (&inverse)[2], bool (&seen)[2]) const {
@@ -981,14 +984,15 @@ struct consumer_t {
       seen[r] = is_query && row.l[r] != 0;
       inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
       if (!kHasSinks && args.lse == nullptr) continue;
-      // lse has to know to the last bit what was subtracted; l takes what a float of it
-      // leaves over. Above a million that is less than a unit of lse.
+      // lse needs m exactly as it was subtracted; what does not fit into `high` goes
+      // into l. Beyond a million the rest is below one ulp of lse.
       const double m = rounded_product(row.m[r], to_log2) * args.inputs.from_log2;
       const float high = static_cast<float>(m);
       const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
       const float l = row.l[r] * (1 + low);
       float lse_r = seen[r] ? high + log_of(l) : -infinity<float>();
-      if constexpr (kHasSinks && !kSplit) {  // of parts, who combines them lets it join
+      if constexpr (kHasSinks &&
+                    !kSplit) {  // for splits, the combine step adds the sink
         const finished_t finished = work.scores.finish(i, high, l);
         inverse[r] = finished.inverse * (1 + low);
         lse_r = finished.lse;
@@ -1004,7 +1008,7 @@ struct consumer_t {
     }
   }
 
-  // o / l of a part of the keys, as floats. `odd` is not 0 where one is not finite.
+  // Stores o / l of one split as floats. `odd` becomes nonzero if any is not finite.
   __device__ __forceinline__ void store_part(const work_t& work,
                                              const tile_coord_t& here, int tile,
                                              const float (&inverse)[2],
@@ -1032,7 +1036,7 @@ struct consumer_t {
     }
   }
 
-  // o / l as elem_t: by way of shared memory, in vectors, or one by one.
+  // Stores o / l as elem_t: staged in shared memory, as vectors, or one by one.
   __device__ __forceinline__ void store_rows(const work_t& work,
                                              const tile_coord_t& here,
                                              const float (&inverse)[2],
@@ -1047,8 +1051,8 @@ struct consumer_t {
         (static_cast<int>(reinterpret_cast<unsigned long long>(out_rows)) % 16 |
          steps % 8) == 0 &&
         params.out.col == 1;
-    // A word: two columns of row r of this thread. Word t of a lane stands in column
-    // 8 t + lane % 4 * 2 of every 32.
+    // A word holds two columns of row r of this thread. Word t of a lane has column 8 t
+    // + lane % 4 * 2 of each group of 32 and the one behind it.
     auto word_of = [&](int e, int r) {
       const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
       const unsigned shown = seen[r] ? word : 0;
@@ -1060,7 +1064,7 @@ struct consumer_t {
       const unsigned staged = smem.out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
 #pragma unroll
       for (int first = 0; first < kHeadDimV; first += kStagedColumns) {
-        __syncwarp();  // what was staged there before has been read
+        __syncwarp();  // the previous columns have been read
 #pragma unroll
         for (int column = 0; column < kStagedColumns; column += 16) {
           const int e = (first + column) / 2;
@@ -1094,8 +1098,8 @@ struct consumer_t {
     }
   }
 
-  // Values of keys that are not seen may have come in as 0 * NaN: asks for the work
-  // tile to be computed again, with care, or adds what was scrubbed.
+  // Hidden keys may have contributed 0 * NaN. Requests that the work tile is recomputed
+  // with scrubbed values or, if this was that second pass, adds what was scrubbed.
   __device__ __forceinline__ void repair(const work_t& work, const softmax_t& row,
                                          const tile_coord_t& here, int item,
                                          const unsigned (&odd)[2]) const {
@@ -1110,10 +1114,10 @@ struct consumer_t {
       special = shared.orders.special[number & 1] == number;
     }
     if (special) {
-      __syncwarp();  // what the warp has stored is there for all its lanes
+      __syncwarp();  // the stores of the warp are visible to all its lanes
       const volatile tile_info_t& info = shared.tile_infos[number & 1];
-      // Or else the softcap of a product of 0 is computed before the loop over tiles,
-      // and kept in registers there.
+      // Reload: otherwise the compiler hoists the softcap of a zero product out of the
+      // loop over tiles and spends registers on it.
       const score_arguments_t score = kHasSoftcap ? args.score.reloaded() : args.score;
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
                    score.scores_of(here), info.seen(), score.params, info.share().tiles,
@@ -1124,22 +1128,22 @@ struct consumer_t {
     }
   }
 
-  // The block that ends the last part of a tile combines them.
+  // The block that finishes the last split of a tile combines all of them.
   __device__ __forceinline__ void combine(const work_t& work, const tile_coord_t& here,
                                           int item) const {
     const params_t& params = args.params();
     const schedule_t& schedule = args.schedule();
     const int number = static_cast<int>(num_done) - 1;
     __threadfence();
-    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // the part is in memory
+    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // this split is in memory
     if (threadIdx.x == 128) {
       const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
       int* const arrived = args.counter->arrived() + number_of_tile;
-      // A part that will be computed again does not count yet.
+      // A split that will be recomputed does not count yet.
       const bool again = kHidesSome && item < kCareful &&
                          shared.orders.again[number % kRemembered] >= 0;
       const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
-      if (last) *arrived = 0;  // ready for the next launch
+      if (last) *arrived = 0;  // reset for the next launch
       shared.is_last_part = last;
       __threadfence();
     }
@@ -1163,7 +1167,7 @@ struct consumer_t {
     }
   }
 
-  // The last product, while the sums of the rows are finished; then out and lse.
+  // Last product with v, overlapped with the row sums; then out and lse.
   __device__ __forceinline__ void store(work_t& work, softmax_t& row, int item) {
     const int tile = item & ~kCareful;
     const unsigned last_number = num_tiles + work.count - 1,
@@ -1180,8 +1184,8 @@ struct consumer_t {
       row.l[r] += shuffle_xor(row.l[r], 1);
       row.l[r] += shuffle_xor(row.l[r], 2);
     }
-    // The place and its rows again: in the loop there are no registers for them. A
-    // single warpgroup has enough to keep its rows.
+    // Recompute the coordinates and rows, which did not fit into registers during the
+    // loop. A single warpgroup keeps its rows.
     const int number = static_cast<int>(num_done) - 1;
     const tile_coord_t here =
         kDynamic ? shared.tile_infos[number & 1].place() : work.at;
@@ -1195,7 +1199,7 @@ struct consumer_t {
       if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
     }
 
-    unsigned odd[2] = {};  // not 0 where a result is not finite
+    unsigned odd[2] = {};  // nonzero if a result is not finite
     if constexpr (kSplit) {
       store_part(work, here, tile, inverse, seen, odd);
     } else {
@@ -1209,7 +1213,7 @@ struct consumer_t {
     }
   }
 
-  // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
+  // No break or return here: with them ptxas ignores the registers of setmaxnreg.
   __device__ __forceinline__ void consume() {
     int item = kDynamic ? next_tile(0) : blockIdx.x;
     while ((item & ~kCareful) < args.schedule().num_items) {
@@ -1251,13 +1255,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::prefetch_tensormap(inputs.v_map);
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  // The producer finds its first tile while another warp makes the barriers.
+  // The producer finds its first work tile while another warp initializes the barriers.
   tile_coord_t first_place;
   if (kFindsFirst && threadIdx.x == 0) {
     first_place = place_of(blockIdx.x, inputs.schedule, params);
   }
   if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) smem.init_barriers(shared.orders);
-  __syncthreads();  // the barriers are there before anyone uses them
+  __syncthreads();  // the barriers are initialized
 
   if (group == 0) {
     if constexpr (kNumGroups > 1) ptx::setmaxnreg_dec<kProducerRegisters>();

@@ -1,51 +1,50 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: infinities and NaN among values that some query does not see.
+// attention_hopper: infinities and NaN in values that are hidden from some query.
 //
-// A product cannot leave out a key: its weight is 0, and 0 times NaN is NaN. An item
-// with such a result is computed a second time, with care: tiles of v in which a key is
-// hidden from some query are looked through in shared memory before they are
-// multiplied, and numbers that are not finite become 0. What queries see of them is
-// added to the result at the end. Rows that see none keep every bit, for 0 times any
-// number adds nothing. Finite data pay for the look at the result alone.
+// A product cannot leave out a key: it gives the key a weight of 0, and 0 * NaN is NaN.
+// A work tile with a nonfinite result is therefore computed a second time. That pass
+// scrubs tiles of v with hidden keys in shared memory before they are multiplied:
+// nonfinite numbers become 0. Those that a query does see are added to its result at
+// the end. Rows that see none keep every bit, since 0 times any number adds nothing.
+// Finite data pay only for the check of the results.
 #pragma once
 
 #include "attention/sm90/softmax.cuh"
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
 
-// The idle warps of the producer's warpgroup look through the tiles, one after another
-// as TMA brings them.
-// One of them reads terms of keys (score_mod.cuh).
+// The idle warps of the producer warpgroup scrub tiles one after another as TMA
+// delivers them. One of these warps may be reading key terms instead (score_mod.cuh).
 constexpr int kScrubbers = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
-// Of bar.sync; the turns have 1 to 4. Until the first order the scrubbers sleep at the
-// second one: a wait for an mbarrier would take turns of the warps that compute.
+// Named barriers; pingpong has 1 to 4. Until the first order the scrubbers sleep at the
+// second one, because polling an mbarrier would take issue slots from the consumers.
 constexpr int kScrubBarrier = 8, kWakeBarrier = 9;
 
-// Of an item that is computed with care; more than there are items.
+// Flag of a work tile that is recomputed; larger than any number of a work tile.
 constexpr int kCareful = 1 << 30;
 
 constexpr int kOrders = 2 * kStages, kRemembered = 8;
 struct orders_t {
-  // A ring of orders to the scrubbers: the stage of v (-1: no more), and the number of
-  // its item in this block. At most kStages tiles of v are not yet multiplied when the
-  // next one is asked for, so that twice as many slots need no other guard.
+  // Ring of orders to the scrubbers: the stage of v (-1: stop), and the index of the
+  // work tile within this block. At most kStages tiles of v are still to be multiplied
+  // when the next one is loaded, so twice as many slots need no further
+  // synchronization.
   int stage[kOrders], item[kOrders];
-  // By item number % 2, the last item of whose values one was not finite. Two are
-  // enough, since item n + 2 begins when n is done.
+  // By index % 2, the last work tile with nonfinite values. Two entries suffice because
+  // work tile n + 2 begins after n is finished.
   int special[2];
-  // By item number, tiles to be computed again, or -1. When item n begins, n - 2 is
-  // done; with each new item at least one is looked at.
+  // By index, work tiles to be recomputed, or -1. When work tile n begins, n - 2 is
+  // finished; at least one entry is checked per work tile.
   int again[kRemembered];
-  // The producer's own numbers, for which it has no registers: orders so far, items
-  // looked at so far, whether its item wants care and which tiles of it do not, and the
-  // item after it.
+  // State of the producer that does not fit into registers: orders so far, work tiles
+  // checked so far, whether the current one is a second pass and which of its tiles
+  // need no scrubbing, and the next work tile.
   unsigned count, looked_at;
   bool careful;
   int whole_first, whole_last, next;
 };
 
-// For the producer, the next item to be computed again among the first `num_items`
-// numbers, or -1.
+// For the producer: the next work tile to recompute among the first `num_items`, or -1.
 __device__ __forceinline__ int find_again(volatile orders_t& orders,
                                           unsigned num_items) {
   while (orders.looked_at < num_items) {
@@ -57,7 +56,7 @@ __device__ __forceinline__ int find_again(volatile orders_t& orders,
   return -1;
 }
 
-// Whether a 16-bit number is an infinity or NaN, for both in a word: 0 or ffff.
+// Whether a 16-bit number is infinite or NaN, for both halves of a word: 0 or ffff.
 __device__ __forceinline__ unsigned special_mask(unsigned word) {
   constexpr unsigned kExponent = pair16_t::kExponent;
   const unsigned low = (word & kExponent) == kExponent ? 0xffffu : 0u;
@@ -65,14 +64,14 @@ __device__ __forceinline__ unsigned special_mask(unsigned word) {
   return low | high;
 }
 
-// Sets what is not finite in a tile to 0; whether this thread found any.
+// Zeroes the nonfinite numbers of a tile; returns whether this thread found any.
 __device__ __forceinline__ bool clean(uint4* tile, int thread) {
   constexpr int kVectors = kBytesV / 16;
   bool found = false;
 #pragma unroll 2
   for (int n = thread; n < kVectors; n += kScrubbers) {
     const uint4 x = tile[n];
-    // x * 0 summed up: NaN where one is not finite, else 0 of either sign.
+    // The sum of x * 0: NaN if any x is not finite, else 0 of either sign.
     unsigned sum = pair16_t::fma(x.x, 0, 0);
     sum = pair16_t::fma(x.y, 0, sum);
     sum = pair16_t::fma(x.z, 0, sum);
@@ -86,8 +85,8 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
   return found;
 }
 
-// Adds the infinities and NaN that the rows of this warp, in warpgroup `group` of those
-// that compute the rows from `row_block` on, see in the tiles that have been cleaned.
+// Adds the infinities and NaN that rows of this warp see in scrubbed tiles. `group` is
+// the warpgroup among those that compute the rows from `row_block` on.
 template <typename RowNumber>
 __device__ __forceinline__ void add_specials(
     const elem_t* v, out_t* out, const tile_coord_t& at, int row_block, int group,
@@ -111,7 +110,7 @@ __device__ __forceinline__ void add_specials(
     const int j_last = min((tile + 1) * kBlockN, keys.last);
 #pragma unroll 1
     for (int j0 = j_first; j0 < j_last; j0 += kWarpSize) {
-      // A lane looks through a key; then the warp goes through those that have some.
+      // Each lane checks one key; then the warp handles the keys with nonfinite values.
       bool special = false;
       if (j0 + lane < j_last) {
         const auto* row =

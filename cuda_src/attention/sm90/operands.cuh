@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What kernels of sm_90a share: tiles as tensor maps and wgmma see them, and pairs of
-// 16-bit numbers.
+// Shared by the kernels of sm_90a: tiles as TMA and wgmma see them, and pairs of 16-bit
+// numbers.
 #pragma once
 
 #include "attention/score/params.cuh"
@@ -9,11 +9,11 @@
 #include "ptx/packed.cuh"
 #include "ptx/tma.cuh"
 
-// --- tiles in shared memory, as TMA brings them
+// --- tiles in shared memory, as TMA delivers them
 
-// Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
-// outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
-// the last rows may be missing.
+// Loads rows [row, row + kRows) of one matrix by TMA, kBoxRows at a time; rows outside
+// the matrix arrive as zeros. kReadOnce: L2 need not keep them. A single box may be
+// shorter than kRows.
 template <int kRows, int kChunks, bool kReadOnce = false, int kBoxRows = kRows,
           int kFilledRows = kRows>
 __device__ __forceinline__ void load_tile(unsigned target, const ptx::tensor_map_t& map,
@@ -39,19 +39,18 @@ __device__ __forceinline__ void load_tile(unsigned target, const ptx::tensor_map
   }
 }
 
-// Blocks take `next` one after the other; the last to finish sets both numbers back to
-// 0.
+// Blocks take work tiles from `next`; the last block to finish resets both numbers.
 struct counter_t {
   int next, finished;
 
-  // Behind them: of each tile, how many of its parts are there. The last one sets its
-  // number back to 0.
+  // Behind the struct: how many splits of each tile are finished. The last one resets
+  // its number.
   __device__ int* arrived() { return &finished + 1; }
 };
 
 // --- pairs of 16-bit numbers
 
-// Two numbers as elem_t in one word, and arithmetic on such words.
+// Two numbers of type elem_t in one word, and arithmetic on such words.
 template <typename T> struct pair_of;
 template <> struct pair_of<half_t> {
   static constexpr unsigned kExponent = 0x7c00;
@@ -73,7 +72,7 @@ template <> struct pair_of<bfloat16_t> {
 };
 using pair16_t = pair_of<elem_t>;
 
-// Word t of lane n of four neighbours becomes word n of lane t.
+// Transposes 4 x 4 words of four neighbouring lanes.
 __device__ __forceinline__ void transpose(unsigned (&words)[4], int lane) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {

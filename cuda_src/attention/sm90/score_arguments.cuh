@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// SCORE_ARGUMENTS as one value, for functions that are given all arguments of a kernel.
+// SCORE_ARGUMENTS as one struct, for functions that need all of them.
 #pragma once
 
 #include "attention/score/score.cuh"
@@ -23,7 +23,8 @@ struct score_arguments_t {
   __device__ __forceinline__ score_function_t function() const {
     return score_function_t(params);
   }
-  // The same arguments, of which the compiler has computed nothing before.
+  // The same arguments, reloaded so that the compiler cannot reuse earlier
+  // computations.
   __device__ __forceinline__ score_arguments_t reloaded() const {
     return {ptx::reload(params), bias,          mask,        sinks,       alibi_slopes,
             query_offsets,       query_lengths, key_lengths, query_offset};

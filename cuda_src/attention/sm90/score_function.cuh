@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// A score and a mask function over a thread's scores of a tile. Stages of the text
-// (_expr/emit_stages.py) tell what depends on the head, on queries and on keys alone:
-// that of a head and of the two rows of a thread is computed before the loop over
-// tiles, that of a column once for both rows.
+// Score and mask functions on a thread's scores of a tile. The generated text is
+// divided into stages (_expr/emit_stages.py): what depends on the head and on the two
+// rows of a thread is computed before the loop over tiles, what depends on a column
+// once for both rows.
 #pragma once
 
 #include "attention/score/score.cuh"
 
-// With neither function all of it is empty.
+// Without functions all of this is empty.
 #if SCORE_FUNCTION || MASK_FUNCTION
 using position_t = expr::int_t;
 #else
@@ -38,14 +38,14 @@ struct mask_key_t {};
 struct mask_diagonal_t {};
 #endif
 
-// What of the functions belongs to a head, to a query, and to a key.
+// What the functions precompute for a head, a query and a key.
 struct function_head_t {
   position_t b, h;
   score_head_t score;
   mask_head_t mask;
 };
 struct function_query_t {
-  position_t i;  // the place among the keys
+  position_t i;  // position on the axis of keys
   score_query_t score;
   mask_query_t mask;
 };
@@ -55,7 +55,7 @@ struct function_key_t {
   mask_key_t mask;
 };
 
-// The distance of a query from a key, query - key, as an integer and as a float.
+// The distance query - key, as an integer and as a float.
 struct function_diagonal_t {
   int apart;
   float apart_float;
@@ -145,7 +145,7 @@ class score_function_t {
     return diagonal;
   }
 
-  // The score of a pair.
+  // The score of one pair.
   __device__ __forceinline__ float score(float s, const function_head_t& head,
                                          const function_query_t& query,
                                          const function_key_t& key,
@@ -158,7 +158,7 @@ class score_function_t {
     return s;
 #endif
   }
-  // The same, and its derivative by s.
+  // The same, and its derivative with respect to s.
   __device__ __forceinline__ float score(float s, const function_head_t& head,
                                          const function_query_t& query,
                                          const function_key_t& key,
@@ -174,7 +174,7 @@ class score_function_t {
     return s;
 #endif
   }
-  // Whether the mask shows the key to the query.
+  // Whether the mask function shows the key to the query.
   __device__ __forceinline__ bool shows(const function_head_t& head,
                                         const function_query_t& query,
                                         const function_key_t& key,

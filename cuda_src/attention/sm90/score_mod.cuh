@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: the terms of attention/score/score.cuh (scale, softcap, bias,
-// alibi, mask), over a tile of scores at a time.
+// attention_hopper: score options (scale, softcap, bias, alibi, mask) for a tile at
+// once.
 //
-// attention/score/score.cuh finishes one score; here each term goes over all numbers of
-// a thread, with what they share taken out: rows as pointers, columns as constants
-// behind them. Bias and mask that are the same to all queries are read once a tile by a
-// warp of the producer's, which leaves them in shared memory as float.
+// attention/score/score.cuh computes one score. Here each option is applied to all
+// numbers of a thread, with common parts hoisted: rows become pointers, columns
+// constant offsets from them. If bias and mask are the same for all queries, a warp of
+// the producer warpgroup reads them once per tile and puts them into shared memory as
+// floats.
 #pragma once
 
 #include "attention/score/softcap.cuh"
@@ -18,12 +19,12 @@
 
 // --- softcap
 
-// For raise(): scores of products that have not been through the softcap.
+// For raise(): products to which the softcap has not been applied yet.
 struct capped_t {
   const cap_t& cap;
 
   static constexpr bool kHasLimit = true;
-  // NaN is above all limits.
+  // NaN exceeds every limit.
   __device__ bool is_passed(const extremes_t& extremes) const {
     const unsigned limit = __float_as_uint(cap.limit);
     return (max(extremes.top[0], extremes.top[1]) > static_cast<int>(limit)) |
@@ -35,14 +36,14 @@ struct capped_t {
   __device__ float operator()(float x) const { return any_size_t{cap}(x, 0.f); }
 };
 
-// Whether no number of the warp is larger than `cap.limit`. Then a score has the same
-// bits by either form, so that they hang on nothing that stands beside it.
+// Whether no number of the warp exceeds `cap.limit`. Below the limit both forms of the
+// softcap give the same bits, so a score does not depend on its neighbours.
 __device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t& cap) {
   return !__any_sync(kFullMask, capped_t{cap}.is_passed(extremes_t(s)));
 }
 
-// exponentiate() of products that have not been through the softcap; `near`: none is
-// beyond its limit.
+// exponentiate() for products to which the softcap has not been applied; `near`: none
+// exceeds the limit.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row, float (&s)[kScores],
                                                     const cap_t& cap, bool near) {
   if (near) {
@@ -52,29 +53,28 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row, float (&s)[k
   }
 }
 
-// --- terms of keys: what bias and mask are to each key of a tile
+// --- key terms: bias and mask per key of a tile
 
-// Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
-// A bias that is added behind the products comes and goes with its tile of k, by the
-// barriers of that: one wait and one arrival less in each step.
+// Their slots in shared memory. A single warpgroup has more stages of keys than slots.
+// A bias that is added after the products shares the barriers of its tile of k, which
+// saves a wait and an arrival per step.
 constexpr bool kHasKeyRing = kTermsOfKeys && !kBiasBehind;
 constexpr int kKeySlots = kBiasBehind                      ? kStages
                           : kPresetBias && kNumGroups == 1 ? 2
                                                            : 4;
 struct alignas(16) key_terms_t {
   float terms[kTermsOfKeys ? kBlockN : 1];
-  // With kPresetBias: those that are added to the products instead, else 0, and whether
-  // there are any.
+  // With kPresetBias: biases too large to preset, to be added after the products, and
+  // whether there are any.
   float late[kPresetBias ? kBlockN : 1];
   bool some_late;
 };
 
-// A key that the mask hides. No bias has these bits: its NaN are made another one.
+// A key that the mask hides. A NaN bias is stored with other bits.
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
-// What lane `lane` of one warp reads of a tile's terms: those of keys j0 + lane, j0 +
-// lane + 32, and so on. Asked for one tile ahead, since the reader alone waits for
-// memory as long as a tile takes.
+// The key terms that a lane of the reading warp fetches: keys j0 + lane, j0 + lane +
+// 32, and so on. Fetched one tile ahead, since a load takes about as long as a tile.
 constexpr int kTermsOfLane = (kBlockN + kWarpSize - 1) / kWarpSize;
 struct read_terms_t {
   float bias[kTermsOfLane];
@@ -95,7 +95,7 @@ struct read_terms_t {
   }
 };
 
-// Whether the n-th key of a lane is one of the tile.
+// Whether the n-th key of a lane lies in the tile.
 __device__ __forceinline__ bool is_in_tile(int n, int lane) {
   return n * kWarpSize + lane < kBlockN;
 }
@@ -111,13 +111,12 @@ __device__ __forceinline__ void write_key_terms(volatile key_terms_t& slot,
   }
 }
 
-// A product of 16 columns cuts the bits that fall off the sum it is added to. Up to
-// this size a bias loses no more than the bounds of lse allow for; a larger one comes
-// late.
+// A product of 16 columns truncates bits that lie below those of its accumulator. Up to
+// this size a preset bias keeps lse within its error bound; larger ones are added late.
 constexpr float kPresetLimit = 512.f / kHeadDim;
 
-// 1 / scale as two floats: the reader does without doubles, whose conversions would
-// wait behind the exponentials of the warps that compute, in the same unit.
+// 1 / scale as two floats. Conversions from double would compete with the exponentials
+// of the consumers for the same unit.
 struct inverse_t {
   float high, low;
 
@@ -125,7 +124,7 @@ struct inverse_t {
     high = static_cast<float>(1 / scale);
     low = static_cast<float>(1 / scale - high);
   }
-  // x / scale, as rounded once; what is not finite stays so.
+  // x / scale, rounded once; infinities and NaN are kept.
   __device__ float operator()(float x) const {
     const float product = rounded_product(x, high);
     const float lost = fmaf(x, low, fmaf(x, high, -product));
@@ -133,7 +132,7 @@ struct inverse_t {
   }
 };
 
-// With kKeyBias, in units of the products.
+// With kKeyBias, in the unit of q.k.
 __device__ __forceinline__ void write_key_bias(volatile key_terms_t& slot,
                                                const read_terms_t& read,
                                                const inverse_t& inverse_scale,
@@ -159,8 +158,8 @@ __device__ __forceinline__ void write_key_bias(volatile key_terms_t& slot,
   }
 }
 
-// With kBiasBehind, the bias for the columns of a thread, in pairs. As many as there
-// are registers for are loaded while the product is on its way.
+// With kBiasBehind: the bias of a thread's columns, in pairs. As many as registers
+// allow are loaded while the product is in flight.
 struct key_bias_t {
   static constexpr int kPairs = kScores / 4, kAhead = kPairs < 4 ? kPairs : 4;
   unsigned terms;
@@ -179,14 +178,14 @@ struct key_bias_t {
       s[e] += pairs[e / 4].x;
       s[e + 1] += pairs[e / 4].y;
     }
-    __syncwarp();  // all lanes have read what comes with the tile of k
+    __syncwarp();  // all lanes have read the bias of this tile
   }
   __device__ __forceinline__ void load_pair(int n) {
     pairs[n] = ptx::load_shared_f32x2(terms + column_of(4 * n) * sizeof(float));
   }
 };
 
-// f(number, term of its key) for all numbers of a thread.
+// Calls f(number, its key term) for all numbers of a thread.
 template <typename Function>
 __device__ __forceinline__ void for_keys(float (&s)[kScores], const float* terms,
                                          const Function& f) {
@@ -206,7 +205,7 @@ __device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float*
   for_keys(s, late, [](float& x, float term) { x += term; });
 }
 
-// Whether something stands between the scale and the terms of keys.
+// Whether an option lies between the scale and the key terms.
 constexpr bool kScalesApart = kHasSoftcap || kHasAlibi || kHasScoreFunction;
 
 __device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* terms,
@@ -223,9 +222,9 @@ __device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* 
   });
 }
 
-// --- all terms
+// --- all options
 
-// Where bias and mask of this thread's two queries start, at key 0.
+// Pointers to bias and mask of this thread's two queries, at key 0.
 struct score_rows_t {
   const bias_t* bias[2];
   const bool* mask[2];
@@ -235,7 +234,8 @@ struct score_rows_t {
     for (int r = 0; r < 2; ++r) {
       if constexpr (kHasBias && !kTermsOfKeys) {
         bias[r] = scores.bias_at(i[r], 0);
-        ptx::launder(bias[r]);  // a whole address, found before the loop over keys
+        ptx::launder(
+            bias[r]);  // keep the full address, computed before the loop over keys
       }
       if constexpr (kHasMask && !kTermsOfKeys) {
         mask[r] = scores.mask_at(i[r], 0);
@@ -245,7 +245,7 @@ struct score_rows_t {
   }
 };
 
-// What functions are to a head and to this thread's rows.
+// What score and mask functions computed once for a head and this thread's rows.
 struct function_rows_t {
   function_head_t head;
   function_query_t queries[2];
@@ -264,9 +264,9 @@ struct function_rows_t {
   }
 };
 
-// f(number, query, key, diagonal) for all numbers of a thread, whose first column is
-// key j. The second row stands 8 below the first, on the diagonals that the first had 8
-// columns before.
+// Calls f(number, query, key, diagonal) for all numbers of a thread, whose first column
+// is key j. The second row lies 8 below the first: on the same diagonals as the first
+// row 8 columns earlier.
 template <bool kScore, bool kMask, typename Function>
 __device__ __forceinline__ void for_pairs(float (&s)[kScores],
                                           const score_function_t& function,
@@ -300,8 +300,8 @@ __device__ __forceinline__ void call_score(float (&s)[kScores],
         x = function.score(x, rows.head, query, key, diagonal);
       });
 }
-// Scores of keys that the mask function hides. Few tiles come here, so that what
-// belongs to rows is found anew for each.
+// Hides scores by the mask function. Few tiles need this, so that the parts of a row
+// are computed again for each.
 __device__ __forceinline__ void hide_keys(float (&s)[kScores],
                                           const score_arguments_t& score,
                                           const tile_coord_t& at, const int (&i)[2],
@@ -319,9 +319,9 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
       });
 }
 
-// Products q.k of a tile into final scores: every score passes here, after its product
-// and before the softmax. Number e belongs to query i[row_of(e)] and key
-// j + column_of(e). With kTail keys from j + left on are none.
+// Turns products q.k of a tile into final scores; every score passes through here
+// before the softmax. Number e belongs to query i[row_of(e)] and key j + column_of(e).
+// With kTail, keys from j + left on do not exist.
 template <bool kTail>
 __device__ __forceinline__ void score_mod(
     float (&s)[kScores], const scores_t& scores, const score_rows_t& rows,
@@ -336,7 +336,7 @@ __device__ __forceinline__ void score_mod(
   }
   if constexpr (kHasScoreFunction) call_score(s, score, functions, j);
   if constexpr (kHasAlibi) {
-    // Distances are exact up to 2^24, and rounded twice above.
+    // Distances are exact up to 2^24 and rounded twice beyond.
     const float distance[2] = {static_cast<float>(scores.diagonal(i[0]) - j),
                                static_cast<float>(scores.diagonal(i[1]) - j)};
 #pragma unroll
@@ -349,7 +349,7 @@ __device__ __forceinline__ void score_mod(
     return;
   }
   auto exists = [&](int e) { return !kTail || column_of(e) < left; };
-  // Multiples of a stride are not kept in registers from tile to tile.
+  // Do not keep multiples of a stride in registers across tiles.
   auto fresh = [](index_t stride) {
     if constexpr (kUnitColumns) return index_t(1);
     ptx::launder(stride);

@@ -1,39 +1,38 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: the softmax of a warpgroup's tile of scores, in registers.
+// attention_hopper: online softmax of a warpgroup's tile of scores, in registers.
 #pragma once
 
 #include "attention/sm90/tile_scheduler.cuh"
 #include "common/reduce.cuh"
 #include "ptx/math.cuh"
 
-// An accumulator of wgmma with n columns gives a thread n / 2 numbers: number e stands
-// in row (e / 2) % 2 * 8 + lane / 4 of the warp's 16 and column e / 4 * 8 + lane % 4 *
-// 2 + e % 2 (PTX ISA, "register fragments for wgmma.mma_async.m64nNk16").
+// An accumulator of wgmma with n columns has n / 2 numbers per thread. Number e is in
+// row (e / 2) % 2 * 8 + lane / 4 of the warp's 16 rows, and in column e / 4 * 8 + lane
+// % 4 * 2 + e % 2 (PTX ISA, "register fragments for wgmma.mma_async.m64nNk16").
 constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;
-__device__ constexpr int row_of(int e) { return e / 2 % 2; }             // of the two
+__device__ constexpr int row_of(int e) { return e / 2 % 2; }  // of the thread's two
 __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }  // for lane 0
 
-// P lies below 2^kLazyLog2, or little above: the reference m moves only when a score
-// passes it by so much. Any m is exact in real arithmetic, since o, l and p share it.
-// Mirrored by _LAZY_LOG2 in _attention/gpu/sm90/forward.py.
+// P stays below 2^kLazyLog2, or just above: the reference m moves only when a score
+// exceeds it by that much. Any m is mathematically exact, because o, l and p share it.
+// Same as _LAZY_LOG2 in _attention/gpu/sm90/forward.py.
 constexpr float kLazyLog2 = 8;
 
 constexpr int kLeastInt = -2147483647 - 1;
 
-// Exponents above this are so coarse that the rounding of m times the factor to log2
-// is a factor of all weights that may leave their range.
+// Beyond this exponent, the rounding of m * to_log2 alone could push all weights out of
+// range.
 constexpr float kLargeLog2 = 1 << 20;
 
-// What a thread keeps of its two rows while it goes through the keys.
+// State of a thread's two rows during the loop over keys.
 struct softmax_t {
   float m[2];
-  float l[2], rest[2];  // the sum of the weights, and what its rounding left over
-  float alpha[2];       // exp(m before - m), valid where raise() says so
-  float m_log2[2];      // m times the factor to log2, rounded: what is subtracted, if
-                        // raise() has not done it
+  float l[2], rest[2];  // sum of the weights, and its rounding error
+  float alpha[2];       // exp(old m - new m), valid where raise() says so
+  float m_log2[2];      // m * to_log2, rounded; subtracted unless raise() did
 
-  // m starts at a number instead of -inf, so that -inf - m needs no guard; scores below
-  // it count as -inf.
+  // m starts at a finite number, so that -inf - m needs no guard. Scores below it count
+  // as -inf.
   __device__ explicit softmax_t(float to_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -44,10 +43,9 @@ struct softmax_t {
   }
 };
 
-// The largest numbers of this thread's rows and the least of both, by their bits. Those
-// of numbers >= 0 order as integers, above those of any negative one, and those of
-// numbers < 0 by their size as unsigned ones; the integer unit takes the largest of
-// three at once.
+// The largest number of each of a thread's rows and the smallest of both, from their
+// bit patterns: floats >= 0 compare like signed integers, above all negative ones, and
+// floats < 0 compare by magnitude as unsigned. Integers have a three-input maximum.
 struct extremes_t {
   int top[2];
   unsigned bottom;
@@ -71,25 +69,25 @@ struct extremes_t {
   }
 };
 
-// What numbers of a tile are to scores, for raise(): the same, whatever their size.
+// Maps the numbers of a tile to scores, for raise(): here they are scores already.
 struct identity_t {
   static constexpr bool kHasLimit = false;
   __device__ bool is_passed(const extremes_t&) const { return false; }
-  // Not below the score of x >= 0.
+  // An upper bound of the score of x >= 0.
   __device__ float bound(float x) const { return x; }
   __device__ float operator()(float x) const { return x; }
 };
 
-// What raise() tells all lanes of a warp.
+// What raise() reports, the same for all lanes of a warp.
 struct raised_t {
-  bool moves;   // m did: o must follow by alpha
-  bool passes;  // some number is beyond the limit of `score`
+  bool moves;   // m changed: o must be scaled by alpha
+  bool passes;  // some number exceeds the limit of `score`
 };
 
-// Where needed, moves m and brings l on its scale. Scores times `to_log2` are exponents
-// of 2; `margin` is kLazyLog2 in units of scores. Rows with large scores get them
-// relative to m, which costs an instruction a score. `score` makes scores of numbers in
-// s; it keeps their order and signs.
+// Raises m where needed, and rescales l. `to_log2` converts scores to exponents of 2,
+// and `margin` is kLazyLog2 in the unit of scores. Scores of rows with a large m are
+// replaced by score - m, one instruction more per score. `score` maps the numbers in s
+// to scores; it is monotonic and keeps signs.
 template <typename Score = identity_t>
 __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
                                           float to_log2, float margin,
@@ -97,9 +95,9 @@ __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
   const extremes_t extremes(s);
   const int (&top)[2] = extremes.top;
   float largest[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
-  // All that is rare has one question, whose right side is known before the products: a
-  // score far above m, an m so low that integers do not order what is above it, large
-  // scores. Each lane compares its own columns.
+  // One vote covers all rare cases: a score far above m, an m so negative that the
+  // integer order fails, large scores. Its right-hand side is known before the products
+  // are, and each lane compares its own columns only.
   bool rare = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -113,7 +111,7 @@ __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
   if (!__any_sync(kFullMask, rare | passed)) return {false, false};
   const bool passes = Score::kHasLimit && __any_sync(kFullMask, passed);
   if (Score::kHasLimit && !__any_sync(kFullMask, rare)) return {false, passes};
-  // A row whose scores and m are all negative is done again by floats.
+  // If m and all scores of a row are negative, recompute the maximum in floats.
   const bool negative =
       ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
   if (__any_sync(kFullMask, negative)) {
@@ -130,21 +128,21 @@ __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
     largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
     largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
     largest[r] = score(largest[r]);
-    // A row moves by its own scores: its bits depend on no other row of the warp.
+    // Decided per row, so that its bits do not depend on the other rows of the warp.
     const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
     const float m = own ? largest[r] : row.m[r];
-    // From the rounded products, which are what exponentiate() subtracts.
+    // From the rounded products, because exponentiate() subtracts these.
     const float before = row.m_log2[r], now = rounded_product(m, to_log2);
     const bool large = fmaxf(fabsf(before), fabsf(now)) > kLargeLog2;
     const float by = large ? (row.m[r] - m) * to_log2 : before - now;
-    // Infinities have no difference.
+    // inf - inf is NaN: avoid the difference.
     row.alpha[r] = own ? ptx::ex2_approx_ftz(by) : 1.f;
     row.m[r] = m;
     row.m_log2[r] = now;
     row.l[r] *= row.alpha[r];
     row.rest[r] *= row.alpha[r];
     moves |= own;
-    // Exponents of 2 need no product, so that nothing is rounded.
+    // Exponents of 2 need no multiplication and are not rounded.
     if (!kCapOnly && fabsf(now) > kLargeLog2) {
 #pragma unroll
       for (int e = 2 * r; e < kScores; e += 4) {
@@ -157,9 +155,9 @@ __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
   return {__any_sync(kFullMask, moves) != 0, passes};
 }
 
-// s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A
-// tile is summed apart and added without loss (Kahan): a sum of millions does not stand
-// still.
+// Turns s into p = 2^exponent(s, m), and adds this thread's columns to l. A tile is
+// summed on its own and added with Kahan compensation, so that sums of millions stay
+// accurate.
 template <typename Exponent>
 __device__ __forceinline__ void exponentiate(softmax_t& row, float (&s)[kScores],
                                              const Exponent& exponent) {
@@ -181,7 +179,7 @@ __device__ __forceinline__ void exponentiate(softmax_t& row, float (&s)[kScores]
   exponentiate(row, s, [=](float x, float m_log2) { return x * to_log2 - m_log2; });
 }
 
-// p as the A operand of the next product: numbers 8 k to 8 k + 7 are those of step k.
+// p as the A operand of the next product; step k uses numbers 8 k to 8 k + 7.
 __device__ __forceinline__ void round_to(unsigned (&p)[kBlockN / 16][4],
                                          const float (&s)[kScores]) {
 #pragma unroll

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: parts of the keys of a tile, merged by the block that ends the last
-// of them. The order of the sums is that of the parts, whoever merges.
+// attention_hopper: combines the splits of a query tile in the block that finishes
+// last. The order of summation is that of the splits, whichever block combines them.
 #pragma once
 
 #include "attention/sm90/tile_scheduler.cuh"
 #include "common/reduce.cuh"
 
-constexpr int kMergeBarrier = 10;  // of bar.sync, for all warpgroups that compute
+constexpr int kMergeBarrier = 10;  // named barrier of all consumer warpgroups
 
-// out and lse of one row, by one warp. `row` is that of the first part, and `stride`
-// leads to the same row of the next. `sink` is one more score, or -inf.
+// Combines out and lse of one row, by one warp. `row` is the row in the first split;
+// `stride` leads to the same row of the next. `sink` is an extra score, or -inf.
 __device__ __forceinline__ void merge_row(const float* parts, const double* lses,
                                           elem_t* out, float* lse, index_t row,
                                           index_t stride, int num_parts, float sink,
                                           const params_t& params) {
-  // Parts that are asked for before their weights are known, as registers allow.
+  // Splits loaded before their weights are known, as registers allow.
   constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;
   const int lane = threadIdx.x % kWarpSize, head_dim_v = params.head_dim_v;
   auto lse_of = [&](int part) { return __ldcg(lses + part * stride + row); };
@@ -34,7 +34,7 @@ __device__ __forceinline__ void merge_row(const float* parts, const double* lses
       ahead[part] = part < num_parts ? part_of(part) : float4{};
     }
     if (first == 0) {
-      m = first_lse == first_lse ? first_lse : m;  // a NaN comes in by its weight
+      m = first_lse == first_lse ? first_lse : m;  // NaN enters through its weight
       for (int part = lane + kWarpSize; part < num_parts; part += kWarpSize) {
         const double x = lse_of(part);
         m = x > m ? x : m;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void merge_row(const float* parts, const double* lses
         m = x > m ? x : m;
       }
     }
-    // A lane has the weight of a part; all of them come by in turn.
+    // Lane n holds the weight of split n; shuffles broadcast them one by one.
     auto weight_by = [](double x, double top) {
       return x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - top));
     };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: sizes, shared memory, and the order in which tiles are taken.
+// attention_hopper: tile sizes, options, and the order in which work tiles are taken.
 #pragma once
 
 #include "attention/sm90/operands.cuh"
@@ -11,37 +11,38 @@
 #error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, BOUNDS and TAKE_TURNS come from the host"
 #endif
 
-// The dimensions as they are computed with; TMA fills up with zeros.
+// Dimensions rounded up for wgmma; TMA pads with zeros.
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kBlockN = BLOCK_N;                   // keys of a tile
-constexpr int kNumGroups = kNumThreads / 128 - 1;  // warpgroups that compute
-constexpr int kGroupM = 64;                        // queries of a warpgroup
+constexpr int kBlockN = BLOCK_N;                   // keys per tile
+constexpr int kNumGroups = kNumThreads / 128 - 1;  // consumer warpgroups
+constexpr int kGroupM = 64;                        // queries per warpgroup
 constexpr int kBlockM = kNumGroups * kGroupM;
 constexpr int kStages = STAGES;  // tiles of k, and of v, in shared memory
 constexpr bool kTakeTurns = TAKE_TURNS;
-// Rows of k and v that TMA brings at a time.
+// Rows of k and v per TMA box.
 #ifdef BOX_N
 constexpr int kBoxN = BOX_N;
 #else
 constexpr int kBoxN = kBlockN;
 #endif
 
-// Rows of a tile are queries of so many heads of a group, side by side for one
-// position.
+// pack_gqa: consecutive rows of a tile are the same query position of kPack heads that
+// share a head of k and v.
 #ifdef PACK
 constexpr int kPack = PACK;
 #else
 constexpr int kPack = 1;
 #endif
 __device__ __forceinline__ int query_of(int row) { return row / kPack; }
-// The queries of rows [row_first, row_last), one more than the last of them.
+// One past the last query of the rows up to row_last.
 __device__ __forceinline__ int query_end(int row_last) {
   return (row_last - 1) / kPack + 1;
 }
 
-// The keys of an item are one part of several: sums in float, lse in double. The block
-// that ends the last part of a tile merges them (split_kv.cuh), or another kernel
-// does where there are more rows than a block should merge (forward_combine.cu).
+// The keys of a query tile are split over several work tiles, which write partial sums
+// in float and lse in double. With MERGE the block that finishes last combines them
+// (split_kv.cuh); with more rows than one block should combine, forward_combine.cu
+// does.
 #ifdef SPLIT
 constexpr bool kSplit = true;
 using out_t = float;
@@ -58,25 +59,24 @@ static_assert(kSplit);
 constexpr bool kMerge = false;
 #endif
 
-// Each tile of k and v belongs to one item, and leaves the L2 cache first.
+// Each tile of k and v is read by one work tile only: L2 evicts it first.
 #ifdef READ_ONCE
 constexpr bool kReadOnce = true;
 #else
 constexpr bool kReadOnce = false;
 #endif
 
-// Which keys a query may see by its position: 0 all, 1 up to a last one, 2 from a first
-// one to a last one.
+// Position bounds on the keys of a query: 0 none, 1 an upper bound, 2 lower and upper.
 constexpr int kBounds = BOUNDS;
 constexpr bool kHasLengths = kHasQueryLengths || kHasKeyLengths;
 
 #ifdef SCALE_SCORES
 constexpr bool kScaleScores =
-    true;  // the scale is not a number that exp2 can take over
+    true;  // the scale cannot be folded into the factor of exp2
 #else
 constexpr bool kScaleScores = false;
 #endif
-// Bias and mask are the same to all queries, or arrays whose keys lie side by side.
+// Bias and mask are the same for all queries, or arrays with contiguous keys.
 #ifdef TERMS_OF_KEYS
 constexpr bool kTermsOfKeys = true;
 #else
@@ -87,9 +87,9 @@ constexpr bool kUnitColumns = true;
 #else
 constexpr bool kUnitColumns = false;
 #endif
-// A bias of keys and no other term, in units of the products. Up to 128 columns they
-// are added to it, in the accumulators; with more, little may be preset, and what comes
-// behind the products hides beside the longer ones of the other warpgroup.
+// A bias over keys and no other score option, in the unit of q.k. Up to 128 columns it
+// is the initial value of the accumulators. With more, presetting costs too much;
+// adding it after the product hides behind the longer products of the other warpgroup.
 #ifdef KEY_BIAS
 constexpr bool kKeyBias = true;
 static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
@@ -99,53 +99,52 @@ constexpr bool kKeyBias = false;
 #endif
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
-// Whether scores are finished one by one before the softmax; else the softmax scales.
+// Whether scores are finished one by one before the softmax, or the softmax scales
+// them.
 constexpr bool kHasTerms = !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias ||
                                          kHasAlibi || kHasMask || kHasScoreFunction);
-// A softcap and nothing else: the way is one from product to weight, and what leaves
-// the softcap are exponents of 2.
+// A softcap alone: it maps products directly to exponents of 2.
 constexpr bool kCapOnly = kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask &&
                           !kScaleScores && !kHasScoreFunction && !kHasMaskFunction;
 
-// Where a key may be hidden from a query: anywhere, or in tiles that not all queries of
-// a block see whole.
+// Where keys may be hidden: anywhere, or only in tiles that not all queries of the
+// block see completely.
 constexpr bool kHidesAnywhere =
     kHasMask || kHasBias || kHasScoreFunction || kHasMaskFunction;
 constexpr bool kHidesSome = kHidesAnywhere || kBounds > 0 || kHasKeyLengths;
-// Tiles of keys of an item are those of a list: a mask function hides some of them.
+// A mask function hides whole tiles of keys: work tiles walk over lists of the others.
 enum : bool { kListsTiles = kHasMaskFunction };
-// Items differ in length, so that blocks take them from a counter.
+// Work tiles differ in length, so blocks take them from a counter.
 constexpr bool kDynamic = kHidesSome || kHasLengths;
 
-// Whether the device alone knows which keys the queries of an item see; else it is the
-// same to all items.
+// The bounds on the keys differ by batch entry and are known on the device only.
 constexpr bool kBandOfItem = kHasLengths || kHasQueryOffsets;
 
 // A tile in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled.
 constexpr int kChunksQk = (kHeadDim + 63) / 64, kChunksV = (kHeadDimV + 63) / 64;
-constexpr int kBytesQ = kGroupM * kChunksQk * 128;  // of one warpgroup
+constexpr int kBytesQ = kGroupM * kChunksQk * 128;  // per warpgroup
 constexpr int kBytesK = kBlockN * kChunksQk * 128, kBytesV = kBlockN * kChunksV * 128;
 static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && sizeof(elem_t) == 2);
 
 struct schedule_t {
-  int num_items;   // tiles of queries, over all heads, batch entries and splits
-  int num_blocks;  // of one head
-  int num_heads;   // of all batch entries; packed heads are one
-  int section;     // heads whose keys and values stay in the L2 cache together
-  int num_splits;  // parts of the keys of one tile of queries
-  int absent;      // rows of the first tile of a head that do not exist
+  int num_items;   // number of work tiles: query tiles x heads x batch x splits
+  int num_blocks;  // query tiles per head
+  int num_heads;   // over the whole batch; packed heads count as one
+  int section;     // heads whose keys and values fit into the L2 cache together
+  int num_splits;  // splits of the keys per query tile
+  int absent;  // rows by which the first tile of a head starts before the first query
 };
 
-// The first row of a tile; it may be below 0. Where later queries see more keys, tiles
-// are counted from the last query, so that the one that is not full is a short one.
+// The first row of a tile, which may be negative: where later queries see more keys,
+// tiles are aligned to the last query, so that the partial tile is a short one.
 __device__ __forceinline__ int first_row(const tile_coord_t& at,
                                          const schedule_t& schedule) {
   constexpr bool kFromTheEnd = kBounds > 0 && kNumGroups > 1;
   return static_cast<int>(at.tile) * kBlockM - (kFromTheEnd ? schedule.absent : 0);
 }
 
-// Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
-// the first.
+// Coordinates of query tile `tile` of head `heads`, counted over the whole batch; of
+// packed heads, the first.
 __device__ __forceinline__ tile_coord_t place_of(unsigned heads, index_t tile,
                                                  const params_t& params) {
   tile_coord_t at;
@@ -167,12 +166,12 @@ __device__ __forceinline__ tile_coord_t place_of(unsigned heads, index_t tile,
   return at;
 }
 
-// Where item number `item` lies. In a section the tiles that see most keys come first.
+// Coordinates of work tile `item`. Within a section, tiles that see most keys go first.
 __device__ __forceinline__ tile_coord_t place_of(int item, const schedule_t& schedule,
                                                  const params_t& params) {
   const unsigned number = kSplit ? unsigned(item) / schedule.num_splits : item;
   const unsigned num_blocks = schedule.num_blocks;
-  if constexpr (kNumGroups == 1) {  // which has all queries of a head in one tile
+  if constexpr (kNumGroups == 1) {  // a single tile holds all queries of a head
     return place_of(number, 0, params);
   } else if constexpr (kDynamic) {
     const unsigned in_section = schedule.section * num_blocks;
@@ -186,13 +185,13 @@ __device__ __forceinline__ tile_coord_t place_of(int item, const schedule_t& sch
   }
 }
 
-// Tiles [first, last) of keys.
+// A range [first, last) of tiles of keys, or of keys.
 struct tiles_t {
   int first, last;
 };
 
-// Keys that the queries [i_first, i_last) see by their position, as one range that may
-// be empty. `band` is that of all scores.
+// The keys that queries [i_first, i_last) see by their position, as one range that may
+// be empty.
 __device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band, int i_first,
                                            int i_last) {
   i_last = min(i_last, band.num_queries);
@@ -201,7 +200,7 @@ __device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band, int i_firs
           min(max(i_last - 1 + band.high, 0), band.num_keys)};
 }
 
-// The tiles that hold the keys which rows [row_first, row_last) see. At least one.
+// The tiles of keys that rows [row_first, row_last) see; at least one.
 __device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band, int row_first,
                                             int row_last, int seqlen_k) {
   if constexpr (!kDynamic) {
@@ -214,8 +213,8 @@ __device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band, int row_f
   }
 }
 
-// The share of an item in the tiles of its queries. A share may be empty: then it is
-// one tile, of which nothing is seen.
+// The part of a work tile in the key tiles of its queries. An empty part is represented
+// by one tile with all keys hidden.
 struct share_t {
   tiles_t tiles;
   bool empty;
@@ -231,7 +230,7 @@ __device__ __forceinline__ share_t share_of(const tiles_t& tiles, int item,
   return {{tiles.first, tiles.first + 1}, true};
 }
 
-// The tiles of which each of the rows [row_first, row_last) sees every key.
+// The tiles of keys that every row of [row_first, row_last) sees completely.
 __device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& band,
                                                   int row_first, int row_last,
                                                   int seqlen_k) {
@@ -247,12 +246,12 @@ __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
   return tiles.first <= tile && tile < tiles.last;
 }
 
-// What the producer tells the others of an item. It stands until they are done.
+// A work tile as published by the producer; it is valid until the consumers release it.
 struct tile_info_t {
-  int item;  // or one that is none: no more
+  int item;  // num_items or more: no work left
   int tile, heads, head, kv_head, batch[kBatchDims];
-  mask_bounds_t band;      // of all scores
-  int first, last, empty;  // its share
+  mask_bounds_t band;      // of the whole score matrix
+  int first, last, empty;  // its part of the keys
 
   __device__ void put(const tile_coord_t& at) volatile {
     tile = at.tile;
@@ -290,16 +289,15 @@ struct tile_info_t {
   __device__ share_t share() const volatile { return {{first, last}, empty != 0}; }
 };
 
-// Barriers in shared memory, in pairs: "full" TMA ends, "empty" the
-// readers.
+// Pairs of mbarriers in shared memory: TMA completes "full", the readers "empty".
 struct ring_t {
   unsigned full, empty;  // addresses of the first of each
 
-  static constexpr int kBytes = 8;  // of a barrier
+  static constexpr int kBytes = 8;  // per barrier
   __device__ unsigned full_at(unsigned stage) const { return full + stage * kBytes; }
   __device__ unsigned empty_at(unsigned stage) const { return empty + stage * kBytes; }
 };
 
-// The stage of tile number n in a ring, and the parity of its turn there.
+// Stage and phase parity of tile n in a ring.
 __device__ __forceinline__ unsigned stage_of(unsigned n) { return n % kStages; }
 __device__ __forceinline__ unsigned parity_of(unsigned n) { return n / kStages & 1; }

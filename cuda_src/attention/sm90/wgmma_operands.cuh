@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What wgmma and TMA are told of operands.
+// Operands of wgmma and TMA: descriptors and coordinates.
 #pragma once
 
 #include "attention/score/params.cuh"
@@ -8,8 +8,8 @@
 
 // --- tiles in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled
 
-// Describes a tile to wgmma (PTX ISA, "matrix descriptor"): 128-byte swizzle, 8 rows
-// are 1024 bytes, `chunk` bytes to the next 64 columns (of a K-major tile not used).
+// The wgmma descriptor of a tile (PTX ISA, "matrix descriptor"): 128-byte swizzle, 1024
+// bytes per 8 rows, `chunk` bytes to the next 64 columns (ignored for K-major tiles).
 __device__ __forceinline__ unsigned long long descriptor(unsigned address,
                                                          unsigned chunk) {
   constexpr unsigned long long kSwizzle128 = 1ull << 62;
@@ -24,12 +24,12 @@ __device__ __forceinline__ void compiler_fence(float (&x)[kCount]) {
   for (int e = 0; e < kCount; ++e) ptx::compiler_fence(x[e]);
 }
 
-// A coordinate in a tensor map, whose broadcast axes have length 1.
+// A coordinate in a tensor map, in which broadcast axes have length 1.
 __device__ __forceinline__ int coordinate(index_t index, index_t stride) {
   return stride == 0 ? 0 : static_cast<int>(index);
 }
 
-// The coordinates of a batch entry, innermost first.
+// The coordinates of a batch entry, innermost axis first.
 __device__ __forceinline__ void batch_coordinates(int (&batch)[2],
                                                   const tile_coord_t& at,
                                                   const operand_t& operand) {
@@ -37,13 +37,13 @@ __device__ __forceinline__ void batch_coordinates(int (&batch)[2],
   batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
 }
 
-// Spins until the phase is over.
+// Spins until the phase completes.
 __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
   while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
 }
 
-// A compile-time bool as an argument.
+// A compile-time bool, passed as an argument.
 template <bool kValue> struct flag_t {
   static constexpr bool value = kValue;
 };

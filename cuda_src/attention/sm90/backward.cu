@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper: gradients by tensor cores fed by TMA, for sm_90a.
+// attention_vjp_hopper: dq, dk and dv by TMA and wgmma, for sm_90a.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), a block of queries at a
-//            time, all products transposed so that keys are rows:
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), one block of queries
+// per
+//            step, with transposed products (rows are keys):
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q,  dq += dS^T k
-//            P and dS come out of one product in the registers that the next one reads;
-//            dS alone goes through shared memory, for dq. While products of one step
-//            run, so does the softmax of the next
-// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
-//            blocks take tile after tile, from a counter where tiles differ in length.
-//            Else the last ones are cut into pieces, which backward_postprocess.cu adds
-//            up With kCluster = 2, two blocks have neighbouring tiles and share q and
-//            dO
-// Threads    two warpgroups, 64 keys each; with a third for the copies there would be
-//            too few registers (ptxas C7512 at 240). Threads of them ask TMA
-//
-// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once a work tile
+//            P and dS are accumulators of one product and, in the same registers, the A
+//            operand of the next; only dS goes through shared memory, for dq. Products
+//            of one step overlap with the softmax of the next
+// Grid       Persistent, one block per multiprocessor. A work tile is a tile of keys.
+//            Blocks take work tiles from a counter where these differ in length.
+//            Otherwise the last ones are cut into pieces, which backward_postprocess.cu
+//            adds up. With kCluster = 2, two blocks have neighbouring tiles and share q
+//            and dO by multicast
+// Threads    two warpgroups, 64 keys each; a third one for the loads would leave too
+// few
+//            registers (ptxas C7512 at 240). Threads of the two issue the TMA loads
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
-//            dS       kBlockN x kBlockM    shared, twice
-//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
-// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2; dq is added to sums of floats, by red, or in order by TMA
+//            dS       kBlockN x kBlockM    shared, two buffers
+//            S, P, dP, dS, dk, dv, dq  registers, in the layout of wgmma
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
+//            L2; dq is added to float sums by red or, in a fixed order, by TMA
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of sums in dq differs from run to run; without
-//            kMakesDq dk and dv alone are made, and have the same bits always
-// Limits     q, k, v and dO as a tensor map takes them (_cuda/tensor_map.py), head
+// products.
+//            The order of the sums of dq varies from run to run; dk and dv always have
+//            the same bits, and are the only results without kMakesDq
+// Limits     q, k, v and dO must fit a tensor map (_cuda/tensor_map.py); head
 // dimensions
-//            up to kHeadDim; rows of gradients are whole vectors of 16 bytes, which
-//            copy/trim_rows.cu makes shorter; at most kMaxSummed summed
-//            entries. Infinities and NaN in what a query does not see come through as
-//            NaN, and so does a dS too large for elem_t: found->odd says that the
-//            gradients have to be made in another way
+//            up to kHeadDim; rows of gradients are whole 16-byte vectors, shortened by
+//            copy/trim_rows.cu; at most kMaxSummed entries are summed. Infinities and
+//            NaN that a query does not see still turn into NaN, as does a dS too large
+//            for elem_t: found->nonfinite then asks for another kernel
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/barrier.cuh"
@@ -45,47 +46,47 @@
 #if !defined(CLUSTER) || !defined(MAKES_DQ) || !defined(ORDERED)
 #error "CLUSTER, MAKES_DQ and ORDERED come from the host"
 #endif
-// Else backward_dq.cu makes dq, with the same bits in every run.
+// Otherwise backward_dq.cu computes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kCluster = CLUSTER;
-// Tiles of keys add to a block of dq one after the other, from the last to the first:
-// then it has the same bits in every run. Each warp has its own part of dq, and waits
-// for that warp of the tile before. No block of threads waits for one that has not
-// begun: tiles are taken in the order in which they add.
+// Deterministic dq: tiles of keys add to a block of dq one after the other, from the
+// last to the first. Each warp owns a part of dq and waits for the same warp of the
+// previous tile. No block waits for one that has not started, since blocks take the
+// tiles in the order in which they add.
 constexpr bool kOrdered = ORDERED;
-// Items differ in length, or their order counts.
+// Work tiles differ in length, or their order matters.
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
-// The last tiles are cut into pieces, where there is no counter that shares them out.
+// The last tiles are cut into pieces where no counter balances them.
 constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
-// The tiles of a work tile are loaded by four warps, those of a narrow step by one
-// thread.
+// Four warps load a work tile; for narrow steps, one thread does.
 constexpr bool kSpread = kBlockM == 128;
-// Asking for the next block takes warp 0 a while. Without a cluster and an order it
-// does so behind dq and dk, which then run beside it.
+// Loading the next block keeps warp 0 busy for a while. Without a cluster or a fixed
+// order it is issued after dq and dk, to overlap with them.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
 static_assert(!kOrdered || (kMakesDq && kCluster == 1));
 constexpr int kWarps = kNumThreads / 32;
 
-// q is read for S and an iteration later for dk, dO in one iteration. Both are asked
-// for two blocks ahead.
+// q is read for S and one iteration later for dk; dO in one iteration only. Both are
+// loaded two blocks ahead.
 constexpr int kStagesQ = 3, kStagesDout = 2;
 
-// A step of 64 queries has registers to ask for dP ahead, beside S; one of 128 has not.
+// A step of 64 queries has registers to compute dP ahead, next to S; one of 128 has
+// not.
 constexpr bool kNarrowStep = kBlockM == 64;
-// The shared memory answers late while sums of dq leave through it; what is read there
-// is asked for ahead: of the pairs of lse and delta that a thread needs, so many.
+// Shared memory is slow while sums of dq leave through it, so statistics are
+// prefetched: this many of the pairs of lse and delta of a thread.
 constexpr int kEarlyLse = kNarrowStep ? 8 : 16;
-// Two pairs of them at a time; without dq that spills.
+// Two pairs per load; without dq that spills.
 constexpr bool kByFours = !kNarrowStep && kMakesDq;
 constexpr int kEarlyDelta = !kNarrowStep ? 0 : kBounds > 0 ? 3 : 4;
 
-// Parts of a block of queries, as bits: all warps wait for the thread that loads. Of a
-// wide step three threads load, each a part.
+// What is loaded of a block of queries, as bits. All warps wait for the loading thread,
+// so in a wide step three threads load one part each.
 constexpr int kPartQ = 1, kPartDout = 2, kPartStats = 4, kPartsAll = 7;
 constexpr int kLoaders = kNarrowStep ? 1 : 3;
-// Lanes that do not load read a place that nobody writes, so that racecheck, which does
-// not follow the barrier between, has nothing to report. With bounds that is slower.
+// Idle lanes read a dummy slot that nobody writes, since racecheck does not understand
+// the barrier in between. With bounds that is slower.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
 
 // --- shared memory
@@ -95,31 +96,31 @@ struct source_t {
   rows_t q, dout;
 };
 
-// The block of queries that a loader loads next, and the blocks of the work tile. There
-// are no registers for it.
+// The next block of queries of a loading thread, and the range of the work tile; kept
+// here for lack of registers.
 struct alignas(16) next_t {
   int block, summed, first, last;
 };
 
-// Barriers, and what thread 0 writes and reads often: together, for one base address.
+// Barriers and what thread 0 exchanges with others: one struct, one base address.
 struct published_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
-  next_t next[kLoaders + kIdleReadsIdle];  // the last: of lanes that do not load
-  int4 k_from, v_from;  // where k and v of the work tile lie: row, head, and batch
-  // Of each stage of q: its first query, and its number among the blocks of sums_q.
+  next_t next[kLoaders + kIdleReadsIdle];  // the last is the dummy of idle lanes
+  int4 k_from, v_from;  // position of k and v of the work tile: row, head, batch
+  // For each stage of q: its first query and its index among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
 static_assert((3 + kStagesQ + kStagesDout) % 2 == 0, "no gap in front of next_t");
 
-// Where the gradients of a work tile go. Two: one is written while the one before is
-// read.
+// Where the gradients of a work tile go. Two, since one is written while the previous
+// is still read.
 struct outputs_t {
   index_t dk, dv;
   int tile;
-  // Where kOrdered: how many tiles add to a block of dq before this one does, of those
-  // from query `turn_first` on; to others it is the first. < 0: it adds to none.
+  // With kOrdered: how many tiles add to a block of dq before this one, for blocks from
+  // query `turn_first` on; earlier blocks it is the first to add to. < 0: adds to none.
   int turn, turn_first;
-  int piece;  // of a tile that is cut into pieces; < 0: it is whole
+  int piece;  // of a tile that was cut; < 0: the tile is whole
 };
 
 struct shared_t {
@@ -128,19 +129,19 @@ struct shared_t {
   source_t sources[kMaxSummed];
   tile_info_t tile_info;
   outputs_t outputs[2];
-  // Of each warp, the block of dq that it adds to, or has added to without a release of
-  // its semaphore; < 0: none.
+  // For each warp, the block of dq that it adds to, or whose semaphore it has not
+  // released yet; < 0: none.
   int added[kOrdered ? kWarps : 1];
 };
 
-// Addresses in shared memory.
+// Shared memory addresses.
 struct addresses_t {
   unsigned k, v, q, dout, ds, stats, dq;                                     // tiles
   unsigned k_full, v_full, q_full, dout_full, empty, next, k_from, origins;  // the rest
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const published_t& published) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     k = (ptx::shared_address(tiles) + 1023) & ~1023u;
     v = k + kBytesN;
     q = v + kBytesN;
@@ -192,20 +193,20 @@ __device__ __forceinline__ unsigned stage_after(unsigned q_stage) {
 
 // --- producer
 
-// What the next block of queries, or a part of it, is loaded with.
+// Operands for loading the next block of queries, or a part of it.
 struct request_t {
   int4 next, q, dout;
 };
 
-// Threads of the warps that compute ask TMA for tiles.
+// Threads of the computing warps issue the TMA loads.
 struct producer_t {
   const arguments_t& args;
   shared_t& shared;
   const addresses_t& smem;
-  int warp, lane;  // of the warpgroup
+  int warp, lane;  // within the warpgroup
 
-  // The first threads of some warps of the first warpgroup load. What its others read
-  // is not used; it is read before a barrier of that group, and written after it.
+  // The first threads of some warps of warpgroup 0 load. The other lanes read as well
+  // and ignore the result; a barrier of the group separates these reads from writes.
   __device__ __forceinline__ int loader() const {
     const int warp_of_block = threadIdx.x / 32;
     return !kIdleReadsIdle                         ? min(warp_of_block, kLoaders - 1)
@@ -229,7 +230,7 @@ struct producer_t {
     return request_t{now, from, from};
   }
 
-  // A box of kBlockM rows and 64 columns; each block of a cluster loads its share.
+  // A box of kBlockM rows and 64 columns; each block of a cluster loads its part.
   __device__ __forceinline__ void load_box(unsigned target,
                                            const ptx::tensor_map_t& map,
                                            unsigned barrier, int chunk, int block,
@@ -246,7 +247,7 @@ struct producer_t {
     }
   }
 
-  // One thread loads parts of a block of queries into these stages.
+  // One thread loads parts of a block of queries into the given stages.
   template <int kParts>
   __device__ __forceinline__ void load_queries(const request_t& request,
                                                unsigned q_stage,
@@ -294,7 +295,7 @@ struct producer_t {
                                            unsigned dout_stage) const {
     load_queries<kPartsAll>(read_all(), q_stage, dout_stage);
   }
-  // By the first thread of each of three warps.
+  // Called by the first thread of each of three warps.
   __device__ __forceinline__ void load_parts(const request_t& request, unsigned q_stage,
                                              unsigned dout_stage) const {
     if (threadIdx.x == 0) {
@@ -313,14 +314,14 @@ struct producer_t {
     const int batch[2] = {from.z, from.w};
     load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
   }
-  // By thread 0, once no product reads the work tile before.
+  // Called by thread 0, when no product reads the previous work tile any more.
   __device__ __forceinline__ void load_k(int number) const {
     if (kSpread && number < args.inputs.num_items) {
       load_keys(smem.k, args.inputs.k_map, smem.k_full, smem.k_from);
     }
   }
-  // By the first warpgroup: v of the work tile that thread 0 has published, and its
-  // first two blocks of queries.
+  // Called by warpgroup 0: loads v of the published work tile, and its first two blocks
+  // of queries.
   __device__ __forceinline__ void load(int number, unsigned q_stage,
                                        unsigned block) const {
     if (number >= args.inputs.num_items || lane != 0) return;
@@ -335,15 +336,15 @@ struct producer_t {
   }
 
   // Thread 0 publishes work tile `number`, the `nth` of this block, whose first block
-  // of queries is `block`. Of a narrow step it loads its tiles and first two blocks,
-  // too; else load() and load_k() do. With a warp-wide instruction in here, the
-  // compiler would take numbers that are the same in all lanes for different ones.
+  // of queries is `block`. For narrow steps it also loads its tiles and first two
+  // blocks; otherwise load() and load_k() do. No warp-wide instructions in here: they
+  // would make the compiler treat uniform numbers as varying.
   __device__ __forceinline__ void publish(int number, unsigned nth, unsigned q_stage,
                                           unsigned block) const {
     const inputs_t& inputs = args.inputs;
     const params_t& params = args.score.params;
     volatile tile_info_t& info = shared.tile_info;
-    // Reciprocals of what is divided by are not worth registers between work tiles.
+    // Reload: reciprocals of the divisors are not worth registers between work tiles.
     const inputs_t& inputs_now = ptx::reload(inputs);
     if (number >= inputs.num_items) return;
     int piece = -1;
@@ -368,7 +369,7 @@ struct producer_t {
       load_tile<kBlockN, kChunks>(smem.k, inputs.k_map, smem.k_full, row, at.k.head,
                                   at.k.batch);
     }
-    // The blocks of queries that see keys of the tile, or of those of the cluster; at
+    // The blocks of queries that see keys of the tile, or of the cluster's tiles; at
     // least one.
     int turn = inputs.num_tiles - 1 - tile.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
@@ -386,7 +387,7 @@ struct producer_t {
         block_last = 1;
         turn = -1;
       } else if constexpr (kOrdered) {
-        // Queries that see keys of the tile after this one are the last of its own.
+        // This tile is the first to add for its queries that do not see the next tile.
         const index_t next = key_first + kBlockN;
         const range_t later = scores.queries_of(next, next + kBlockN);
         const bool any = next < params.seqlen_k && later.first < later.last;
@@ -418,7 +419,7 @@ struct producer_t {
       load_tile<kBlockN, kChunks>(smem.v, inputs.v_map, smem.v_full, row, at.v.head,
                                   at.v.batch);
     }
-    // Those that are summed with it, behind the first loads if they are this thread's.
+    // The entries that are summed with this one, after the first loads.
     for (int n = 1; n < inputs.num_summed; ++n) {
       shared.sources[n] = {entry[n].q, entry[n].dout};
     }
@@ -430,14 +431,14 @@ struct producer_t {
 
 // --- sums of dq
 
-// Adds a warp's part of dq to the sums in memory. Where kOrdered, a semaphore of each
+// Adds a warp's part of dq to the sums in global memory. With kOrdered, a semaphore per
 // part of a block counts the tiles that have added to it.
 struct dq_sums_t {
   const arguments_t& args;
   shared_t& shared;
   const addresses_t& smem;
-  int group, warp, lane;  // warp of the warpgroup
-  int seen = 0;           // the semaphore of the next block of dq, loaded ahead
+  int group, warp, lane;  // warp within the warpgroup
+  int seen = 0;           // semaphore of the next block of dq, prefetched
 
   __device__ __forceinline__ int* semaphore_at(int target_block) const {
     return args.dq_semaphores + (target_block * kWarps + int(threadIdx.x / 32));
@@ -448,10 +449,9 @@ struct dq_sums_t {
   __device__ __forceinline__ int origin_of(unsigned q_stage) const {
     return ptx::load_shared_s32(smem.origins + 8 * q_stage + 4);
   }
-  // By lane 0 of each warp: the sums that it gave to TMA have been added, and the tile
-  // behind this one may add. A fence between, which takes 600 cycles, has nothing left
-  // to wait for: TMA alone reads and writes sums, in the L2 cache, and says when it
-  // has.
+  // Called by lane 0 of each warp: waits until TMA has added the warp's sums, then lets
+  // the next tile add. No fence is needed (it takes 600 cycles): only TMA reads and
+  // writes the sums, in L2, and reports its completion.
   __device__ __forceinline__ void release(int turn) const {
     const int before = ptx::load_shared_s32(added_here());
     ptx::cp_async_bulk_wait_group();
@@ -479,7 +479,7 @@ struct dq_sums_t {
   __device__ __forceinline__ void add(const float (&dq)[kSumsQ],
                                       int target_block) const {
     if constexpr (kOrdered) {
-      // This warp's dq on its way to TMA.
+      // Stages this warp's dq for TMA.
       const unsigned staged =
           smem.dq + (threadIdx.x / 32 * (kSumsQ / 4) * 32 + lane) * 16;
       __syncwarp();
@@ -500,7 +500,7 @@ struct dq_sums_t {
       }
     } else {
       index_t start = start_of(target_block) + lane * 4;
-      // One address for all; else a wide step has one made for each.
+      // Keep one address; a wide step otherwise computes one for each store.
       if constexpr (!kNarrowStep) ptx::launder(start);
 #pragma unroll
       for (int e = 0; e < kSumsQ; e += 4) {
@@ -513,7 +513,7 @@ struct dq_sums_t {
 
 // --- mainloop
 
-// Goes through the blocks of queries of one work tile after the other.
+// Loops over the blocks of queries of one work tile after another.
 struct mainloop_t : mma_t {
   const arguments_t& args;
   shared_t& shared;
@@ -522,15 +522,15 @@ struct mainloop_t : mma_t {
   dq_sums_t dq_sums;
 
   int number, next_number;  // of the work tile
-  unsigned num_done = 0;    // work tiles of this block, so far
-  unsigned block = 0;  // of queries, so far: gives stages and parities but those of q
-  unsigned last;       // of this work tile
-  // Those of q. A remainder by 3 would be made in vector registers, and all descriptors
-  // with it, which then are moved to uniform ones: 100 instructions a step.
+  unsigned num_done = 0;    // work tiles of this block so far
+  unsigned block =
+      0;          // of queries so far; gives all stages and parities except those of q
+  unsigned last;  // block of this work tile
+  // Those of q. A remainder by 3 would be computed in vector registers, and with it all
+  // descriptors, which then move to uniform registers: 100 instructions per step.
   unsigned q_stage = 0, q_parity = 0;
   bool accumulate;
-  // The pairs of statistics that are loaded ahead; one too many, since there may be
-  // none.
+  // Prefetched pairs of statistics; one extra, since there may be none.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
   __device__ __forceinline__ mainloop_t(int group, const arguments_t& args,
@@ -558,7 +558,7 @@ struct mainloop_t : mma_t {
 
   // --- scheduler
 
-  // Takes the number of the next work tile, in the last step of this one.
+  // Takes the next work tile during the last step of this one.
   __device__ __forceinline__ void take_next(bool is_last) {
     if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
       next_number =
@@ -611,10 +611,10 @@ struct mainloop_t : mma_t {
 
   // --- statistics of queries
 
-  // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+  // Pair n of a thread's lse, or delta, for the queries in a stage.
   __device__ __forceinline__ float2 load_pair(unsigned dout_stage, int n,
                                               int delta_at) const {
-    // Of a wide step, pairs n and n + 1 lie side by side.
+    // In a wide step, pairs n and n + 1 are adjacent.
     const unsigned place = kNarrowStep ? n * 32 : lane % 4 * 8 + n / 2 * 64 + n % 2 * 8;
     return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + delta_at +
                                   place);
@@ -625,7 +625,7 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ float2 load_delta(unsigned dout_stage, int n) const {
     return load_pair(dout_stage, n, 4 * kBlockM);
   }
-  // Of a wide step, pairs n and n + 1; `delta_at` is 0 for lse.
+  // In a wide step, pairs n and n + 1; `delta_at` is 0 for lse.
   __device__ __forceinline__ void load_two(float2 (&to)[2], unsigned dout_stage, int n,
                                            int delta_at) const {
     const float4 x = ptx::load_shared_f32x4(
@@ -652,14 +652,14 @@ struct mainloop_t : mma_t {
 
   // --- P and dS
 
-  // s becomes P of the block of queries in a stage, and p the same as an operand.
+  // s becomes P of the block of queries in a stage, and p the same as an A operand.
   __device__ __forceinline__ void softmax(unsigned dout_stage, bool whole) {
     if (!whole) mask(info(), args.inputs.hidden, origin());
     exponentiate<0, kScores>(args.inputs.to_log2, [&](int n) {
       return n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
     });
   }
-  // dS of the block in a stage of dO.
+  // Computes dS for the block in a stage of dO.
   __device__ __forceinline__ void make_ds_of(unsigned dout_stage) {
     float2 two[2];
     make_ds<0, kScores>(kNarrow<elem_t> ? info().factor : 1.f, [&](int n) {
@@ -669,7 +669,7 @@ struct mainloop_t : mma_t {
                                : load_delta(dout_stage, n);
     });
   }
-  // Both warpgroups read dS, for dq.
+  // Both warpgroups read dS for dq.
   __device__ __forceinline__ void publish_ds() {
     if constexpr (kMakesDq) {
       store_ds(block % 2);
@@ -680,17 +680,17 @@ struct mainloop_t : mma_t {
     if constexpr (kMakesDq) start_dq(dq, block % 2);
   }
 
-  // --- one block of queries, and S and P of the next one. No product is in flight
-  // between steps: ptxas does not follow them around a loop (C7514).
+  // --- one block of queries, with S and P of the next. No product is in flight between
+  // steps, because ptxas does not track them around a loop (C7514).
 
-  // Here dP of the next one, too, so that the softmax runs beside dk and dP.
+  // Also computes dP of the next block, so that the softmax overlaps with dk and dP.
   template <bool kLast, typename Dq>
   __device__ __forceinline__ void narrow_step(Dq& dq) {
     const unsigned this_q = q_stage, this_dout = block % kStagesDout;
     q_stage = stage_after(q_stage);
     q_parity ^= q_stage == 0;
     start_dv(this_dout, accumulate);
-    // Whether stages are full is asked ahead, too.
+    // Test early whether the stages are full.
     bool q_is_there = false, dout_is_there = false, whole = true;
     if constexpr (!kLast) {
       q_is_there = ptx::mbarrier_try_wait_parity(smem.q_full + 8 * q_stage, q_parity);
@@ -707,14 +707,14 @@ struct mainloop_t : mma_t {
       whole = is_whole();
     }
     const int target_block = kMakesDq && !kOrdered ? dq_sums.origin_of(this_q) : 0;
-    // dS of both warpgroups is there. Both are also done with dv of this block and dk
-    // of the one before: the stages of the block after the next one are free.
+    // dS of both warpgroups is complete. Both have also finished dv of this block and
+    // dk of the previous one: the stages for the block after next are free.
     ptx::bar_sync<kNumThreads>(1);
     const bool more = !kLast && block + 1 != last;
     if constexpr (kCluster > 1) {
-      // In each step, so that the number of the block gives the parity.
+      // In each step, so that the index of the block gives the parity.
       if (threadIdx.x < kCluster) {
-        // Nothing but reads of the stages is behind it, and all of those are done.
+        // Relaxed: it only orders reads of the stages, and those are complete.
         ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(smem.empty, threadIdx.x));
       }
     } else if constexpr (!kLate) {
@@ -730,7 +730,7 @@ struct mainloop_t : mma_t {
     }
     if constexpr (kCluster > 1) {
       if (more && threadIdx.x == 0) {
-        wait(smem.empty, block & 1);  // both blocks are done with the stages
+        wait(smem.empty, block & 1);  // both blocks have finished with the stages
         producer.load_all(stage_after(q_stage), this_dout);
       }
     } else if constexpr (kLate) {
@@ -751,8 +751,9 @@ struct mainloop_t : mma_t {
     publish_next(kLast);
   }
 
-  // Here dP is asked for first. dv runs beside the making of dS, dk and dq beside the
-  // softmax. A warpgroup waits for the other's dS behind dk only: half a step of slack.
+  // Starts with dP. dv overlaps with the computation of dS, dk and dq with the softmax.
+  // A warpgroup waits for the other's dS only after dk, which leaves half a step of
+  // slack.
   template <bool kLast> __device__ __forceinline__ void wide_step() {
     const unsigned this_q = q_stage, this_dout = block % kStagesDout;
     q_stage = stage_after(q_stage);
@@ -768,8 +769,8 @@ struct mainloop_t : mma_t {
     publish_ds();
     ptx::wgmma_wait_group<0>();  // dv
     compiler_fence(sums_v);
-    // This warpgroup's dS is there, and it is done with dv of this block and dk of the
-    // one before.
+    // This warpgroup's dS is complete, and it has finished dv of this block and dk of
+    // the previous one.
     ptx::bar_arrive<kNumThreads>(1 + group + block % 2 * 2);
     request_t request;
     if constexpr (!kLast) {
@@ -784,11 +785,11 @@ struct mainloop_t : mma_t {
       if (group == 0) request = producer.read_part(producer.loader());
     }
     dq_sums.prefetch(this_q, shared.outputs[num_done & 1]);
-    ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
+    ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // and the other warpgroup's
     float dq[kSumsQ];
     start_dq_of(dq);
-    // The stages of the block after the next one are free; in the last step all tiles
-    // but that of k, for the next work tile.
+    // The stages for the block after next are free; in the last step so are all tiles
+    // except k, for the next work tile.
     if (!kLast && block + 1 != last) {
       producer.load_parts(request, stage_after(q_stage), this_dout);
     }
@@ -817,21 +818,21 @@ struct mainloop_t : mma_t {
 
   template <bool kLast> __device__ __forceinline__ void step() {
     if constexpr (kNarrowStep) {
-      narrow_step<kLast>(dp);  // whose registers are free for dq
+      narrow_step<kLast>(dp);  // its registers are free for dq
     } else {
       wide_step<kLast>();
     }
     ++block;
   }
 
-  // Sums of dk and dv over the blocks of queries of a work tile.
+  // Sums dk and dv over the blocks of queries of a work tile.
   __device__ __forceinline__ void attend() {
     next_number = number + static_cast<int>(gridDim.x) / kCluster;
     dq_sums.seen = 0;
     accumulate = false;
-    // The first block: S and P, and of a narrow step dP.
+    // The first block: S and P and, in a narrow step, dP.
     wait(smem.k_full, num_done & 1);
-    wait_for_q();  // then the tile's info is there, too
+    wait_for_q();  // now the info of the tile has arrived, too
     last = block + uniform(info().count) - 1;
     start_s(q_stage);
     wait(smem.v_full, num_done & 1);
@@ -854,7 +855,8 @@ struct mainloop_t : mma_t {
     step<true>();
     compiler_fence(sums_k);
     compiler_fence(sums_v);
-    // Every product of this tile is done, in both blocks, before the next one's tiles.
+    // All products of this tile must finish, in both blocks, before the next tiles
+    // load.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();
       ptx::cluster_wait();
@@ -865,7 +867,7 @@ struct mainloop_t : mma_t {
 
   // --- epilogue
 
-  // The sums of a piece, as they are.
+  // Stores the sums of a piece unchanged.
   __device__ __forceinline__ void store_piece(int piece) const {
     float4* const part = reinterpret_cast<float4*>(args.pieces) +
                          (index_t(piece) * 4 + group) * (kPart / 4) + warp * 256 + lane;
@@ -881,7 +883,8 @@ struct mainloop_t : mma_t {
     const grads_t& grads = args.grads;
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
+    const int row_thread =
+        group * 64 + warp * 16 + lane / 4;  // the second is 8 further
     float odd = store_rows(
         sums_k, unfactor_of(factor_of(args.found), static_cast<float>(params.scale)),
         args.dk + to.dk + key_first * grads.row[0], grads.row[0], row_thread, num_keys,
@@ -917,9 +920,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kC
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) smem.init_barriers(shared.published);
   ptx::griddepcontrol_wait();
-  // Blocks of the next kernel have no room before those of this one are done.
+  // The next kernel may start: its blocks find no room before these are finished.
   ptx::griddepcontrol_launch_dependents();
-  // The barriers are there before anyone uses them, in both blocks.
+  // The barriers are initialized in both blocks.
   if constexpr (kCluster > 1) {
     ptx::cluster_arrive();
     ptx::cluster_wait();
@@ -942,7 +945,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kC
     }
   }
   if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();
-  // The last block to finish leaves both numbers at 0 for the next launch.
+  // The last block to finish resets both numbers for the next launch.
   if (kDynamic && threadIdx.x == 0 && rank() == 0 &&
       atomicAdd(&counter->finished, 1) == gridDim.x / kCluster - 1) {
     counter->next = 0;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// What the kernels of sm_90a share whose blocks own keys and make all three gradients:
-// backward.cu and backward_producer.cu.
+// Shared by the kernels of sm_90a whose blocks own keys and compute all three
+// gradients: backward.cu and backward_producer.cu.
 //
-// Tiles  k, v   kBlockN x kHeadDim  shared, 64 rows a warpgroup
+// Tiles  k, v   kBlockN x kHeadDim  shared, 64 rows per warpgroup
 //        q, dO  kBlockM x kHeadDim  shared
 //        dS     kBlockN x kBlockM   shared, columns are keys
 #pragma once
@@ -14,9 +14,8 @@
 #ifndef BOUNDS
 #error "BOUNDS comes from the host"
 #endif
-constexpr int kBlockN = 128;  // keys of a tile
-// Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
-// one to a last one.
+constexpr int kBlockN = 128;  // keys per tile
+// Position bounds on the queries that see a key: 0 none, 1 a lower bound, 2 both.
 constexpr int kBounds = BOUNDS;
 constexpr int kMaxSummed = 128;
 constexpr int kMany = 1 << 30;
@@ -25,19 +24,19 @@ constexpr int kMany = 1 << 30;
 constexpr int kChunks = kHeadDim / 64;
 constexpr int kChunkN = kBlockN * 128, kChunkM = kBlockM * 128;
 constexpr int kBytesN = kChunks * kChunkN, kBytesM = kChunks * kChunkM;
-constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: a chunk a warpgroup
+constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: one chunk per warpgroup
 constexpr int kBytesStats = 2 * kBlockM * 4;
 
-constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
+constexpr int kScores = kBlockM / 2;  // numbers of S, P, dP and dS per thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
-// A number that the compiler knows, as an argument.
+// A compile-time number, passed as an argument.
 template <int kNumber> struct number_t {
   static constexpr int value = kNumber;
 };
 
-// S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
+// S = k q^T or dP = v dO^T. A step covers 16 columns, 32 bytes of each 128-byte row.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
                                                 unsigned long long kv,
                                                 unsigned long long qd) {
@@ -49,8 +48,8 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
   }
 }
 
-// dv += P dO or dk += dS q, steps kBegin to kEnd. A step is 16 rows of dO or q, of 128
-// bytes.
+// dv += P dO or dk += dS q, steps kBegin to kEnd. A step covers 16 rows of dO or q, 128
+// bytes each.
 template <int kBegin = 0, int kEnd = kBlockM / 16>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[kBlockM / 16][4],
@@ -62,7 +61,7 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
   }
 }
 
-// This warpgroup's part of dq = dS^T k. A step is 16 keys.
+// This warpgroup's part of dq = dS^T k. A step covers 16 keys.
 __device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ], unsigned long long ds,
                                             unsigned long long k) {
 #pragma unroll
@@ -73,16 +72,16 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ], unsigned long l
   }
 }
 
-// What the producer publishes of a work tile.
+// A work tile as published by the producer.
 struct tile_info_t {
-  int count;     // blocks of queries, over all summed entries; may be 0: no more tiles
-  float factor;  // of dP, where dS has one
-  int num_keys;  // from its first on; may be more than the tile has
-  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
-  // hidden from blocks whose first query lies in [whole_first, whole_last].
+  int count;     // blocks of queries over all summed entries; 0: no tile left
+  float factor;  // of dP, if dS has one
+  int num_keys;  // from the first key on; may exceed the tile
+  // Query i sees key j, relative to the first key, if low <= j - i < high. Blocks whose
+  // first query lies in [whole_first, whole_last] see all keys.
   int low, high, whole_first, whole_last;
 
-  // Whether every query of the block whose first one is `origin()` sees every key.
+  // Whether all queries of the block that starts at `origin()` see all keys.
   template <typename Origin>
   __device__ __forceinline__ bool is_whole(const Origin& origin) const volatile {
     if constexpr (kBounds == 0) return num_keys >= kBlockN;
@@ -91,24 +90,24 @@ struct tile_info_t {
   }
 };
 
-// What a warpgroup computes with: its sums, the scores of one block of queries, and
-// tiles as operands of wgmma. Number e of a thread's scores stands in column
-// e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+// State of a consumer warpgroup: its sums, the scores of one block of queries, and
+// tiles as operands of wgmma. Number e of a thread's scores is in column e / 4 * 8 +
+// lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
 struct mma_t {
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
 
-  int group, warp, lane;  // warp of the warpgroup
+  int group, warp, lane;  // warp within the warpgroup
   // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
   unsigned long long k_rows, v_rows, q_rows, dout_rows, q_sums, dout_sums;
-  unsigned long long ds_rows, k_sums;  // a warpgroup's part of dq
+  unsigned long long ds_rows, k_sums;  // for this warpgroup's part of dq
   unsigned ds_target, lane_stats;
 
   __device__ __forceinline__ mma_t(int group, unsigned smem_k, unsigned smem_v,
                                    unsigned smem_q, unsigned smem_dout,
                                    unsigned smem_ds, unsigned smem_stats)
       : group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
-    // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
+    // A warpgroup computes 64 of 128 rows of dq, or 64 of 128 columns.
     constexpr bool kByRows = kBlockM == 128;
     k_rows = descriptor(smem_k + group * 8192, 16);
     v_rows = descriptor(smem_v + group * 8192, 16);
@@ -118,8 +117,8 @@ struct mma_t {
     dout_sums = descriptor(smem_dout, kChunkM);
     ds_rows = descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
     k_sums = descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
-    // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
-    // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
+    // For stmatrix each lane addresses one row of a matrix: queries n and n + 8 of two
+    // groups of 8 keys. The swizzle XORs address bits 4 to 6 with bits 7 to 9.
     ds_target = smem_ds + group * kChunkM + (lane / 16 * 8 + lane % 8) * 128 +
                 ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
     lane_stats = smem_stats + lane % 4 * 8;
@@ -153,12 +152,11 @@ struct mma_t {
     ptx::wgmma_commit_group();
   }
 
-  // Gives `hidden` to the scores of keys that a query does not see; `origin()` is the
-  // first query.
+  // Sets the scores of hidden keys to `hidden`; `origin()` is the first query.
   template <typename Origin>
   __device__ __forceinline__ void mask(const volatile tile_info_t& info, float hidden,
                                        const Origin& origin) {
-    // A row's key is hidden from queries before `first`, and after `last`.
+    // The key of a row is hidden from queries before `first` and after `last`.
     const int num_keys = info.num_keys;
     const int row_thread = group * 64 + warp * 16 + lane / 4;
     int first[2] = {-kMany, -kMany}, last = kMany;
@@ -179,7 +177,7 @@ struct mma_t {
     }
   }
 
-  // s becomes P, and p the same as an operand; `lse(n)` is pair n of lse.
+  // s becomes P, and p the same as an A operand; `lse(n)` is pair n of lse.
   template <int kBegin, int kEnd, typename Lse>
   __device__ __forceinline__ void exponentiate(float to_log2, const Lse& lse) {
 #pragma unroll
@@ -196,7 +194,7 @@ struct mma_t {
     }
   }
 
-  // dS from P in s and from dP; `delta(n)` is pair n of delta.
+  // Computes dS from P in s and from dP; `delta(n)` is pair n of delta.
   template <int kBegin, int kEnd, typename Delta>
   __device__ __forceinline__ void make_ds(float factor, const Delta& delta) {
 #pragma unroll
@@ -214,7 +212,7 @@ struct mma_t {
           pair16_t::from(s[e + 3] * (dp[e + 3] - d.y), s[e + 2] * (dp[e + 2] - d.x));
     }
   }
-  // dS for dq, to shared memory; wgmma reads it behind a fence.
+  // Stores dS for dq in shared memory; wgmma reads it after a fence.
   __device__ __forceinline__ void store_ds(unsigned ds_stage) {
 #pragma unroll
     for (int m = 0; m < kBlockM / 16; ++m) {

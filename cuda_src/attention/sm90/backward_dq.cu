@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_hopper_queries: dq with the same bits in every run, for sm_90a.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the part of a tile of
 //            queries, over tiles of keys from first to last:
 //                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
 //                dq += dS k
-//            P and dS come out of one product in the registers that the next one reads.
-//            attention_vjp_hopper makes dk and dv without dq beside it
-// Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
-//            ones are longest
-// Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
+//            P and dS are accumulators of one product and, in the same registers, the A
+//            operand of the next. attention_vjp_hopper, without dq, computes dk and dv
+// Grid       1-D, one block per tile of queries of an entry; last tiles first, since
+//            causal ones are longest
+// Threads    two consumer warpgroups, 64 queries each; one thread of a third loads by
+// TMA
 //
-// Tiles      q, dO    64 x kHeadDim a warpgroup   shared
+// Tiles      q, dO    64 x kHeadDim per warpgroup  shared
 //            k, v     kBlockN x kHeadDim          shared, kStages of each
-//            S, P, dP, dS, dq  registers, as wgmma lays them out
-// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
-// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+//            S, P, dP, dS, dq  registers, in the layout of wgmma
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
+// L2 Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -26,14 +27,14 @@
 #endif
 constexpr int kBounds = BOUNDS;  // as in backward.cu
 constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
-constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kBlockN = 128;  // keys per tile
 constexpr int kStages = 2;
 static_assert(kNumThreads == 128 * (kGroups + 1));
 static_assert(kBlockM == kGroupM || kHeadDim == 64, "a box has rows of one group");
-// Whether S of the next tile is asked for behind dq, not after it; with 64 columns,
-// whose products are small beside the exponentials, that was slower.
+// Whether S of the next tile is issued right behind dq, before waiting. With 64
+// columns, whose products are short next to the exponentials, that was slower.
 constexpr bool kChained = kHeadDim == 128;
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+// setmaxnreg redistributes the registers of the block, 168 per thread.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
@@ -41,7 +42,7 @@ constexpr int kChunks = kHeadDim / 64;
 constexpr int kBytesM = kChunks * kGroupM * 128, kBytesN = kChunks * kBlockN * 128;
 constexpr int kScores = kBlockN / 2, kSums = kHeadDim / 2;
 
-// S = q k^T or dP = dO v^T. A step is 16 columns: 32 bytes of a row of 128.
+// S = q k^T or dP = dO v^T. A step covers 16 columns, 32 bytes of each 128-byte row.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
                                                 unsigned long long qd,
                                                 unsigned long long kv) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
   }
 }
 
-// dq += dS k. A step is 16 rows of k, of 128 bytes.
+// dq += dS k. A step covers 16 rows of k, 128 bytes each.
 __device__ __forceinline__ void multiply_sums(float (&dq)[kSums],
                                               const unsigned (&ds)[kBlockN / 16][4],
                                               unsigned long long k) {
@@ -64,13 +65,13 @@ __device__ __forceinline__ void multiply_sums(float (&dq)[kSums],
   }
 }
 
-// Addresses in shared memory.
+// Shared memory addresses.
 struct addresses_t {
   unsigned q, dout, k, v, q_full, k_full, v_full, empty;
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const unsigned long long* barriers) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     q = (ptx::shared_address(tiles) + 1023) & ~1023u;
     dout = q + kGroups * kBytesM;
     k = dout + kGroups * kBytesM;
@@ -82,14 +83,14 @@ struct addresses_t {
   }
 };
 
-// One thread asks TMA for q and dO, and then for tiles of k and v.
+// One thread loads q and dO by TMA, and then tiles of k and v.
 __device__ __forceinline__ void produce(const inputs_t& inputs, const params_t& params,
                                         const grads_t& grads, const tile_coord_t& at,
                                         const addresses_t& smem, int row_first,
                                         int tile, int tile_end) {
   int batch[2];
   ptx::mbarrier_arrive_expect_tx(smem.q_full, 2 * kGroups * kBytesM);
-  // Boxes of kBlockM rows; of 128, one has the rows of both groups.
+  // Boxes of kBlockM rows; a box of 128 holds the rows of both warpgroups.
   for (int first = 0; first < kTileM; first += kBlockM) {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const unsigned offset = first / kGroupM * kBytesM + chunk * kGroupM * 128;
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   ptx::griddepcontrol_launch_dependents();
   stats = ptx::griddepcontrol_wait(stats);
-  __syncthreads();  // the barriers are there before anyone uses them
+  __syncthreads();  // the barriers are initialized
 
   const index_t num_tiles = (params.seqlen_q + kTileM - 1) / kTileM;
   const index_t from_last = divide(block_index(), grads.num_kept);
@@ -155,18 +156,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= 4 * kGroups) {
-    // --- the producer
+    // --- producer
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x != 128 * kGroups) return;
     produce(inputs, params, grads, at, smem, row_first, tile, tile_end);
     return;
   }
 
-  // --- those that compute
+  // --- consumers
   ptx::setmaxnreg_inc<kConsumerRegisters>();
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const int row_group = row_first + group * kGroupM;
-  const int row = warp % 4 * 16 + lane / 4;  // of the warpgroup's, and the one 8 below
+  const int row =
+      warp % 4 * 16 + lane / 4;  // within the warpgroup; the second is 8 further
   const float factor = factor_of(found);
   float log_sum[2], delta[2];
 #pragma unroll
@@ -189,9 +191,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   float sums[kSums], s[kScores], dp[kScores];
 #pragma unroll
   for (int e = 0; e < kSums; ++e) sums[e] = 0;
-  // P of the tile of keys in s; dP may still be on its way.
+  // Computes P of the tile of keys in s; dP may still be in flight.
   auto softmax = [&] {
-    // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+    // Number e is in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     mask_bounds_t band = {-(1 << 30), 1 << 30, 0, num_keys};
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
     }
   };
-  unsigned n = 0;  // tiles so far: gives stage and parity
+  unsigned n = 0;  // tiles so far; gives stage and parity
   auto start_s = [&] {
     const unsigned stage = n % kStages;
     wait(smem.k_full + 8 * stage, n / kStages & 1);
@@ -227,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_commit_group();
   };
 
-  // No product is in flight where the loop closes: ptxas does not follow them around it
-  // (C7514). Where kChained, dq of one tile, and S and dP of the next, follow one
-  // another without a gap; all three at a time would be too many registers (C7512).
+  // No product is in flight between iterations, because ptxas does not track them
+  // around a loop (C7514). With kChained, dq of one tile and S and dP of the next
+  // follow without a gap; all three in flight would need too many registers (C7512).
   const bool any = tile < tile_end;
   wait(smem.q_full, 0);
   if (any) {

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_dq: dq from what the kernel before it has summed, and dk and dv
-// of tiles that were cut into pieces.
+// attention_vjp_hopper_dq: dq from the sums of the previous kernel, and dk and dv of
+// tiles that were cut into pieces.
 //
-// Algorithm  gradient = factor * sums, from the order of registers to rows; pieces are
+// Algorithm  gradient = factor * sums, reordered from register layout to rows; pieces
+// are
 //            added up in their order
-// Grid       1-D, a block a part (64 x 64) of an item that was cut, then of a block of
-//            queries of a slot
+// Grid       1-D, one block per 64 x 64 part: first of the tiles that were cut, then of
+//            the blocks of queries of all slots
 // Memory     global: sums and gradients once
 // Numbers    float, rounded once
-// Limits     rows of gradients are whole vectors of 16 bytes (copy/trim_rows.cu)
+// Limits     rows of gradients are whole 16-byte vectors (copy/trim_rows.cu)
 #include "attention/sm90/backward.cuh"
 
 static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 
-// The tiles that were cut: those from the first on, so many tiles a kept entry.
+// The tiles that were cut: the last ones of each kept entry.
 struct cut_t {
   const float* pieces;
   elem_t *dk, *dv;
@@ -31,14 +32,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   ptx::griddepcontrol_launch_dependents();
   sums = ptx::griddepcontrol_wait(sums);
   const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
-  // A thread takes 8 columns of two rows: what four lanes had.
+  // A thread takes 8 columns of two rows: the numbers of four lanes.
   auto load = [&](const float* part, float4(&x)[4]) {
     const float4* const from =
         reinterpret_cast<const float4*>(part) + warp * 256 + group * 32 + row * 4;
 #pragma unroll
     for (int n = 0; n < 4; ++n) x[n] = from[n];
   };
-  // Rows `i` and 8 further on of `num_rows` of a gradient of `dim` columns.
+  // Stores rows `i` and `i + 8` of `num_rows` of a gradient of `dim` columns.
   auto store = [&](const float4(&x)[4], float factor, elem_t* matrix, index_t row_step,
                    index_t i, index_t num_rows, int column, index_t dim) {
     if (column >= dim) return;
@@ -103,7 +104,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   const index_t block = number / 2 - slot * num_blocks;
   if (slot >= num_slots) return;
   load(sums + number * kPart, x);
-  constexpr bool kByRows = kHeadDim == 64;  // whether the parts are 64 rows or columns
+  constexpr bool kByRows =
+      kHeadDim == 64;  // whether the parts are 64 rows or 64 columns
   const index_t i = block * kBlockM + (kByRows ? part * 64 : 0) + warp * 16 + row;
   const int column = (kByRows ? 0 : static_cast<int>(part) * 64) + group * 8;
   const index_t entry = divide(slot, params.num_heads);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_rows: what attention_vjp_hopper needs to know of each query and
-// of each entry, and zeros for it to add to.
+// attention_vjp_hopper_rows: statistics of each query and the layout of each entry for
+// attention_vjp_hopper, and zeros for its sums.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|
-// Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
-// Memory     global: dO and out once, sums written once; a few numbers a query
-// Numbers    in float. Where out is 0 the product is 0, as in
-// attention/simt/backward_preprocess.cu Limits     head_dim_v up to kHeadDim
+// Grid       1-D; kHeadDim / 8 threads per query
+// Memory     global: dO and out once, sums written once; a few numbers per query
+// Numbers    float. Where out is 0 the product is 0, as in
+//            attention/simt/backward_preprocess.cu
+// Limits     head_dim_v up to kHeadDim
 #include "copy/unaligned_load.cuh"
 #include "attention/sm90/backward.cuh"
 
@@ -16,7 +17,7 @@ struct alignas(16) eight_t {
   elem_t x[8];
 };
 
-// Entry n, where those that are summed stand side by side.
+// Entry n, in the order in which entries that are summed are adjacent.
 __device__ __forceinline__ located_t entry_of(index_t n, index_t num_blocks,
                                               index_t slot_0, index_t slot_1,
                                               const params_t& params,
@@ -107,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
       if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
       delta[at.row_of_heads * params.seqlen_q + i] = sum;
     }
-    // Of a query that sees no key, all scores are hidden; any finite lse will do. One
-    // that does not exist has P = 0.
+    // If a query sees no key, all its scores are hidden and any finite lse will do.
+    // Queries that do not exist get P = 0.
     const bool blind = log_sum == -infinity<float>();
     float* const row = stats +
                        (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
@@ -117,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     row[kBlockM] = sum;
   }
   if constexpr (kNarrow<elem_t>) {
-    if (log_sum == -infinity<float>()) largest = 0;  // what flows there counts nothing
+    if (log_sum == -infinity<float>()) largest = 0;  // its gradient does not count
     const unsigned bits =
         warp_reduce(static_cast<unsigned>(__float_as_int(largest)) & 0x7fffffffu,
                     [](unsigned a, unsigned b) { return a > b ? a : b; });

@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_fed: gradients by tensor cores, as attention_vjp_hopper makes
-// them, with a warpgroup for all that is not arithmetic.
+// attention_vjp_hopper_fed: dq, dk and dv as in attention_vjp_hopper, with a producer
+// warpgroup for loads and scheduling.
 //
-// Algorithm  as backward.cu, but that a step makes dq of the block of queries before:
-//            by then dS of both warpgroups has long been there, and each of them may be
+// Algorithm  as in backward.cu, except that a step computes dq of the previous block of
+//            queries: dS of both warpgroups is complete by then, and either may run
 //            ahead of the other by half a step
-// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
-//            blocks take tile after tile, from a counter. Where all keys are seen,
-//            tiles left over are cut in two, of which the one that ends last adds both
-// Threads    two warpgroups compute, 64 keys each. Of a third, the producer, a thread
-//            asks TMA for all tiles, and another gives dq to it to be added
-//            to the sums in memory
-// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once a work tile
+// Grid       Persistent, one block per multiprocessor. A work tile is a tile of keys;
+//            blocks take them from a counter. Without masks, leftover tiles are cut in
+//            two, and the half that finishes last adds both
+// Threads    two consumer warpgroups, 64 keys each. In the producer warpgroup one
+// thread
+//            issues all TMA loads, another lets TMA add dq to the sums in memory
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
-//            dS       kBlockN x kBlockM    shared, twice
-//            dq       kBlockM x kHeadDim   shared, floats on their way to memory
-//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out; dk and dv
-//            go to memory by way of the place of dq
-// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2; dq is added to sums of floats by TMA
+//            dS       kBlockN x kBlockM    shared, two buffers
+//            dq       kBlockM x kHeadDim   shared, floats, staging for the sums
+//            S, P, dP, dS, dk, dv, dq  registers, in the layout of wgmma; dk and dv are
+//            stored through the staging buffer of dq
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
+//            L2; TMA adds dq to float sums
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of sums in dq differs from run to run
+// products.
+//            The order of the sums of dq varies from run to run
 // Limits     as backward.cu
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -33,42 +34,41 @@
 
 constexpr int kGroups = 2, kConsumers = 128 * kGroups;
 static_assert(kNumThreads == kConsumers + 128 && kHeadDim == 128 && kBlockM == 64);
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+// setmaxnreg redistributes the registers of the block, 168 per thread.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-// q is read for S and at the end of a step for dk, dO in its first half.
+// q is read for S and at the end of a step for dk; dO in the first half of a step only.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
 constexpr int kBytesPart = kPart * 4;
-// Of the pairs of lse and delta that a thread needs, so many are asked for ahead.
+// How many of the pairs of lse and delta of a thread are prefetched.
 constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = 4;
 
 // --- shared memory
 
-// What the producer publishes of a work tile.
+// A work tile as published by the producer.
 struct alignas(16) published_t : tile_info_t {
   int tile;
-  int slot;  // of a part of a tile: which one; else < 0
-  // All keys of the second warpgroup are hidden from the first block of several.
+  int slot;  // index of a tile that is cut in two; else < 0
+  // The first block of several is invisible to all keys of the second warpgroup.
   int skips;
-  index_t dk, dv;  // where the gradients go
+  index_t dk, dv;  // offsets of the gradients
 };
-// The producer publishes a tile while others may still be at the fourth before it.
+// The producer may be up to four work tiles ahead.
 constexpr int kPublished = 8;
-// Of a block of queries: its first one, its number among the blocks of sums_q, and
+// For a block of queries: its first query, its index among the blocks of sums_q, and
 // whether it is the last of all.
 constexpr int kOrigins = 8;
-// The next work tile is taken so many blocks of queries before the end of one. Earlier,
-// and long tiles lie in wait behind long ones, while others are done; later, and the
-// loads wait for it.
+// The next work tile is taken this many blocks of queries before the end of the current
+// one. Earlier, blocks hoard long tiles while others run dry; later, its loads are
+// late.
 constexpr int kAhead = 6;
 
-// Where the queries of an entry lie: first block of sums or of stats, head, and batch.
+// Where the queries of an entry lie: first block of sums or of stats, head, batch.
 struct alignas(16) source_t {
   int4 q, dout;
 };
-// Of the producer: where keys of a work tile lie (row, head, batch); the blocks of
-// queries that see them; and of these, over all summed entries, the first and the last
-// of the tile.
+// For the producer: position of the keys of a work tile (row, head, batch); the blocks
+// of queries that see them; and the first and last of these over all summed entries.
 struct alignas(16) places_t {
   int4 k, v;
   int4 blocks;
@@ -88,10 +88,10 @@ struct shared_t {
   int4 origins[kOrigins];
   source_t sources[kMaxSummed];
   places_t places;
-  int next_tile;  // not in a register: the producer has few
+  int next_tile;  // kept here for lack of registers
 };
 
-// Addresses in shared memory.
+// Shared memory addresses.
 struct addresses_t {
   unsigned k, v, q, dout, ds, dq, stats;  // tiles
   unsigned k_full, v_full, k_empty, v_empty, q_full, q_empty, dout_full, dout_empty;
@@ -99,7 +99,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const barriers_t& barriers) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     k = (ptx::shared_address(tiles) + 1023) & ~1023u;
     v = k + kBytesN;
     q = v + kBytesN;
@@ -132,7 +132,7 @@ struct addresses_t {
       ptx::mbarrier_init(q_empty + 8 * n, kWarps);
     }
     for (int n = 0; n < kStagesDout; ++n) {
-      ptx::mbarrier_init(dout_full + 8 * n, 2);  // statistics come by themselves
+      ptx::mbarrier_init(dout_full + 8 * n, 2);  // statistics arrive separately
       ptx::mbarrier_init(dout_empty + 8 * n, kWarps);
     }
     for (int n = 0; n < kStagesDs; ++n) {
@@ -161,7 +161,7 @@ struct arguments_t {
   const grads_t& grads;
 };
 
-// Of one array, the offset of element `index`. Entries are few enough for 32 bits.
+// Offset of element `index` in one array. 32 bits suffice for the number of entries.
 template <int kAxes, int kArrays>
 __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
                                              unsigned index, int array) {
@@ -175,16 +175,15 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
-// Writes a warp's 16 rows of a gradient, of which `num_rows` exist, by way of 4096
-// bytes of shared memory, so that lanes store whole lines. Numbers stand as in
-// store_rows. Returns bits that are not 0 if one is not finite.
+// Stores a warp's 16 rows of a gradient, of which `num_rows` exist, through 4096 bytes
+// of shared memory so that lanes write whole cache lines. Numbers are laid out as in
+// store_rows. Returns nonzero bits if one is not finite.
 __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
                                                  unsigned staged, float factor,
                                                  elem_t* target, index_t row_step,
                                                  int num_rows, int dim) {
   const int lane = threadIdx.x % 32;
-  // In a row, bits of the number of 16 bytes are flipped by those of the row: then
-  // neither rows nor columns share banks.
+  // XOR swizzle of the 16-byte units of a row: neither rows nor columns share banks.
   const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
   unsigned odd[2] = {0, 0};
 #pragma unroll
@@ -218,16 +217,16 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
         ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
       }
       out += 2 * row_step * int(sizeof(elem_t));
-      ptx::launder(out);  // one address, not one for each
+      ptx::launder(out);  // one address instead of many
     }
   }
   __syncwarp();
   return (odd[0] | odd[1]) & 0x7fff7fff;
 }
 
-// Of the two parts of an item that is cut, the first to end leaves its sums in memory,
-// and the second adds them to its own: bits do not depend on which is which. True if
-// the sums of this warp are whole then.
+// Of the two halves of a tile that is cut, the first to finish leaves its sums in
+// memory and the second adds them to its own; the bits do not depend on which is which.
+// Returns whether the sums of this warp are complete.
 __device__ __forceinline__ bool meet(float (&sums_k)[kSums], float (&sums_v)[kSums],
                                      int slot, int* met, float* parts) {
   slot = uniform(slot);
@@ -273,19 +272,19 @@ __device__ __forceinline__ void store_place(unsigned to, const int4& x) {
   ptx::store_shared_s32x2(to + 8, x.z, x.w);
 }
 
-// One thread asks TMA for all tiles, and publishes work tiles.
+// One thread issues all TMA loads and publishes work tiles.
 struct producer_t {
   const arguments_t& args;
   shared_t& shared;
   const addresses_t& smem;
-  unsigned num_done = 0, loaded = 0;  // work tiles, and blocks of queries, so far
+  unsigned num_done = 0, loaded = 0;  // work tiles and blocks of queries so far
 
   __device__ __forceinline__ volatile int& next_tile() const {
     return const_cast<volatile int&>(shared.next_tile);
   }
 
-  // Where a work tile's keys, and the queries of its summed entries lie; the first
-  // query that may see a key is one of `row`.
+  // Finds where the keys of a work tile, and the queries of its summed entries, lie;
+  // the first query that may see a key is in row `row`.
   __device__ __forceinline__ void locate_entries(unsigned entry, int row) const {
     const inputs_t& inputs_now = ptx::reload(args.inputs);
     const params_t& params_now = ptx::reload(args.score.params);
@@ -332,7 +331,7 @@ struct producer_t {
     const inputs_t& inputs_now = ptx::reload(args.inputs);
     const params_t& params_now = ptx::reload(args.score.params);
     const grads_t& grads_now = ptx::reload(args.grads);
-    // The second parts of the tiles that are cut come last.
+    // Second halves of the tiles that are cut come last.
     const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
     if (is_second) number -= inputs_now.num_split;
     info.slot = number - (inputs_now.num_items - 2 * inputs_now.num_split);
@@ -347,8 +346,8 @@ struct producer_t {
     // The blocks of queries that see keys of the tile; at least one.
     int block_first = 0, block_last = args.inputs.num_blocks;
     if constexpr (kBounds > 0) {
-      // As scores_t has them, with few registers: the band of keys that the first
-      // query sees, counted from the tile's first, and from it the queries.
+      // As in scores_t, but with fewer registers: bounds on the keys that the first
+      // query sees, relative to the tile's first key, and from these the queries.
       auto bounded = [](index_t x) { return int(clamp(x, -kMany, kMany)); };
       const index_t diagonal = args.score.query_offset - row;
       const int low = bounded(diagonal - params_now.left),
@@ -377,7 +376,7 @@ struct producer_t {
     shared.places.blocks = {block_first, block_last, begin, end};
   }
 
-  // A block of queries, as soon as its stages are free.
+  // Loads a block of queries as soon as its stages are free.
   __device__ __forceinline__ void load_queries(int summed, int block, int is_last) {
     const unsigned source = ptx::shared_address(shared.sources + summed);
     int4 from = ptx::load_shared_s32x4(source);
@@ -445,14 +444,14 @@ struct producer_t {
   }
 };
 
-// Another thread gives dq to TMA, which adds it to the sums in memory.
+// Another thread hands dq to TMA, which adds it to the sums in memory.
 __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& shared,
                                        const addresses_t& smem) {
   const unsigned origins = ptx::shared_address(shared.origins);
   bool more = blockIdx.x < args.inputs.num_items;
 #pragma unroll 1
   for (unsigned block = 0; more; ++block) {
-    wait(smem.dq_full, block & 1);  // then the origin is there, too
+    wait(smem.dq_full, block & 1);  // now the origin is stored, too
     const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
     more = origin.z == 0;
 #pragma unroll
@@ -469,7 +468,7 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
     ptx::mbarrier_arrive(smem.dq_empty + 8);
   }
   ptx::cp_async_bulk_wait_group();
-  // The last block to finish leaves both numbers at 0 for the next launch.
+  // The last block to finish resets both numbers for the next launch.
   if (atomicAdd(&args.counter->finished, 1) == int(gridDim.x) - 1) {
     args.counter->next = 0;
     args.counter->finished = 0;
@@ -484,15 +483,15 @@ struct mainloop_t : mma_t {
   shared_t& shared;
   const addresses_t& smem;
 
-  unsigned num_done = 0;  // work tiles of this block, so far
-  unsigned block = 0;     // of queries, so far: gives stages and parities
-  unsigned first, last;   // of the work tile
-  // A remainder by 3 would be made in vector registers, and all descriptors with it,
-  // which then are moved to uniform ones.
+  unsigned num_done = 0;  // work tiles of this block so far
+  unsigned block = 0;     // of queries so far; gives stages and parities
+  unsigned first, last;   // blocks of the work tile
+  // A remainder by 3 would be computed in vector registers, and with it all
+  // descriptors, which then move to uniform registers.
   ring_t<kStagesQ> q_stage;
   ring_t<kStagesDout> dout_stage;
   unsigned origins, dq_target;
-  // The pairs of statistics that are loaded ahead.
+  // Prefetched pairs of statistics.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
   __device__ __forceinline__ mainloop_t(int group, const arguments_t& args,
@@ -503,7 +502,7 @@ struct mainloop_t : mma_t {
         smem(smem) {
     origins = ptx::shared_address(shared.origins);
     dq_target = smem.dq + threadIdx.x / 32 * (kBytesPart / 4) + lane * 16;
-    // Else they are made anew in each step, from a special register that answers late.
+    // Otherwise recomputed in each step from a special register with high latency.
     ptx::launder(ds_target);
     ptx::launder(lane_stats);
     ptx::launder(dq_target);
@@ -519,18 +518,18 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ void wait_for_dout() const {
     wait(smem.dout_full + 8 * dout_stage.stage, dout_stage.parity);
   }
-  // All lanes of this warp have done with what the barrier stands for.
+  // All lanes of this warp have finished with what the barrier protects.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
-  // How many blocks of queries the next work tile has; 0: there is none.
+  // The number of blocks of queries of the next work tile; 0 if there is none.
   __device__ __forceinline__ int next_count() const {
     wait(smem.k_full, num_done & 1);
     return uniform(info().count);
   }
 
-  // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+  // Pair n of a thread's lse, or delta, for the queries in a stage.
   __device__ __forceinline__ float2 load_lse(unsigned stage, int n) const {
     return ptx::load_shared_f32x2(lane_stats + stage * kBytesStats + n * 32);
   }
@@ -550,7 +549,7 @@ struct mainloop_t : mma_t {
     return [this] { return ptx::load_shared_s32(origins + block % kOrigins * 16); };
   }
 
-  // Halves of the queries: P, dS, and what dv has of them.
+  // Half of the queries at a time: P, dS, and their share of dv.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
   template <int kNth> __device__ __forceinline__ void exponentiate_half() {
     exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2,
@@ -569,12 +568,12 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ void wait_for_ds_stage() const {
     wait(smem.ds_empty + 8 * (block % kStagesDs), (block / kStagesDs & 1) ^ 1);
   }
-  // dq of block `number`, when both warpgroups' dS is there.
+  // Starts dq of block `number`, once dS of both warpgroups is stored.
   __device__ __forceinline__ void start_dq_of(float (&dq)[kSumsQ], unsigned number) {
     wait(smem.ds_full + 8 * (number % kStagesDs), number / kStagesDs & 1);
     start_dq(dq, number % kStagesDs);
   }
-  // Sums of dq leave through shared memory, when those before have.
+  // Stages dq in shared memory, once the previous block has left it.
   __device__ __forceinline__ void store_dq(const float (&dq)[kSumsQ],
                                            unsigned number) const {
     wait(smem.dq_empty + 8 * group, (number & 1) ^ 1);
@@ -584,7 +583,7 @@ struct mainloop_t : mma_t {
                               dq[e + 3]);
     }
   }
-  // Publishes dS of block `number`, and dq of the one before.
+  // Publishes dS of block `number`, and dq of the previous one.
   __device__ __forceinline__ void publish_ds(unsigned number) const {
     ptx::fence_proxy_async();
     __syncwarp();
@@ -594,14 +593,14 @@ struct mainloop_t : mma_t {
     }
   }
 
-  // One block of queries. No product is in flight between steps: ptxas does not follow
-  // them around a loop (C7514).
+  // One block of queries. No product is in flight between steps, because ptxas does not
+  // track them around a loop (C7514).
   //
-  // The softmax runs beside dP, the making of dS beside a part of dv, and dq of the
-  // block before leaves beside dk: by then the other warpgroup's dS has long been
-  // there, and each may be ahead of the other by half a step.
+  // The softmax overlaps with dP, dS with a part of dv, and storing dq of the previous
+  // block with dk: by then dS of the other warpgroup is long complete, so each may run
+  // ahead of the other by half a step.
   template <bool kFirst> __device__ __forceinline__ void step() {
-    auto& dq = dp;  // whose registers are free
+    auto& dq = dp;  // its registers are free
     const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
     start_s(this_q);
     const bool whole = info().is_whole(origin());
@@ -643,7 +642,7 @@ struct mainloop_t : mma_t {
     release(smem.q_empty + 8 * this_q);
   }
 
-  // A first block of queries that sees none of this warpgroup's keys.
+  // Skips a first block of queries that sees none of this warpgroup's keys.
   __device__ __forceinline__ void skip() {
     wait_for_dout();
     const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
@@ -663,7 +662,7 @@ struct mainloop_t : mma_t {
     wait_for_q();
   }
 
-  // Sums of dk and dv over the `count` blocks of queries of a work tile.
+  // Sums dk and dv over the `count` blocks of queries of a work tile.
   __device__ __forceinline__ void attend(int count) {
     first = block;
     last = block + count - 1;
@@ -681,7 +680,7 @@ struct mainloop_t : mma_t {
     }
   }
 
-  // Stores dk and dv, unless the other part of the tile will.
+  // Stores dk and dv, unless the other half of the tile will.
   __device__ __forceinline__ void store(bool is_mine) const {
     const volatile published_t& to = info();
     const params_t& params = args.score.params;
@@ -701,7 +700,7 @@ struct mainloop_t : mma_t {
     if (odd != 0) args.found->odd = 1;
   }
 
-  // dq of the last block, while the next work tile's keys are loaded; dk and dv.
+  // dq of the last block, while the keys of the next work tile load; then dk and dv.
   __device__ __forceinline__ void finalize() {
     auto& dq = dp;
     const bool is_mine =
@@ -712,7 +711,7 @@ struct mainloop_t : mma_t {
     compiler_fence(dq);
     release(smem.k_empty);
     release(smem.ds_empty + 8 * (block % kStagesDs));
-    // dv and dk go through the place of dq, when that of the block before has left.
+    // dv and dk use the staging buffer of dq, once the previous block has left it.
     wait(smem.dq_empty + 8 * group, (block & 1) ^ 1);
     store(is_mine);
     store_dq(dq, block);
@@ -743,9 +742,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) smem.init_barriers();
   ptx::griddepcontrol_wait();
-  // Blocks of the next kernel have no room before those of this one are done.
+  // The next kernel may start: its blocks find no room before these are finished.
   ptx::griddepcontrol_launch_dependents();
-  __syncthreads();  // the barriers are there before anyone uses them
+  __syncthreads();  // the barriers are initialized
 
   if (group == kGroups) {
     ptx::setmaxnreg_dec<kProducerRegisters>();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The options in attention_vjp_hopper_wide_keys and _queries: the terms of
-// attention/score/score.cuh, over a tile of scores at a time, as exponents of 2:
+// Score options of attention_vjp_hopper_wide_keys and _queries: as
+// attention/score/score.cuh, but for a whole tile of scores, as exponents of 2:
 //
 //     exponent = softcap(scale q.k) + bias - slope |i + offset - j| - lse
 //
-// Bias and mask that are the same to all queries (kTermsOfKeys) are read where they
-// lie; others come by TMA, a tile of 64 queries and 64 keys at a time.
+// Bias and mask that are the same for all queries (kTermsOfKeys) are read from global
+// memory; others are loaded by TMA, in tiles of 64 queries and 64 keys.
 #pragma once
 
 #include "attention/score/softcap.cuh"
@@ -25,26 +25,26 @@ constexpr int kStagesTerms = STAGES_TERMS;
 constexpr int kStagesTerms = kTermsOfKeys ? 4 : 1;
 #endif
 constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
-// Whether what queries see differs between entries of the batch.
+// Whether the bounds on keys differ between entries of the batch.
 constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
 enum : bool { kHasFunctions = kHasScoreFunction || kHasMaskFunction };
 constexpr bool kHasOptions = kHasTerms || kBandOfEntry || kHasFunctions;
-// Whether the derivative of a score by scale * q.k is other than 1.
+// Whether the derivative of a score with respect to scale * q.k is not always 1.
 enum : bool { kHasChain = kHasSoftcap || kScoreHasDerivative };
-// Tiles are those of a list: a mask function hides some of them.
+// A mask function hides whole tiles: work tiles walk over lists of the others.
 enum : bool { kListsTiles = kHasMaskFunction };
 constexpr bool kBiasTiles = kHasBias && !kTermsOfKeys;
 constexpr bool kMaskTiles = kHasMask && !kTermsOfKeys;
 constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
-// Whether it is found out while products are made what is added to them. That takes
-// registers, and pays where it is much.
+// Whether to compute what is added to the products while these are in flight. That
+// takes registers, and pays where it is a lot.
 constexpr bool kAhead = (kHasTiles || kHasSoftcap || kHasAlibi) && kHeadDim <= 128;
 constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
 constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
 
-// Mirrored by INPUTS in _attention/gpu/sm90/backward_wide.py.
+// INPUTS of _attention/gpu/sm90/backward_wide.py is the same struct on the host.
 struct with_terms_t : inputs_t {
-  ptx::tensor_map_t bias_map, mask_map;  // of tiles
+  ptx::tensor_map_t bias_map, mask_map;  // of tiles of bias and mask
   cap_t cap;                             // in exponents of 2
   float inverse_cap;                     // 1 / cap.softcap
 };
@@ -56,7 +56,7 @@ template <> struct inputs_of<true> {
 };
 using all_inputs_t = inputs_of<kHasTerms>::type;
 
-// Which tiles a mask function shows (score/tile_lists.cu).
+// Which tiles a mask function leaves visible (score/tile_lists.cu).
 #if MASK_FUNCTION
 #define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
 #define LISTS_ARGUMENT tile_lists
@@ -65,14 +65,14 @@ using all_inputs_t = inputs_of<kHasTerms>::type;
 #define LISTS_ARGUMENT \
   tile_lists_t {}
 #endif
-// How many tiles of a list are seen.
+// How many tiles of a list are visible.
 __device__ __forceinline__ int num_seen(const unsigned* list) {
   const int count = num_listed(list);
   return count == 1 && listed_tile(list, 0).word == 0 ? 0 : count;
 }
 
-// Where functions are called: batch entry and head, and the first query, by its place
-// among the keys, and key; and whether the mask function hides some of the tile.
+// Where functions are evaluated: batch entry, head, first query (as a position among
+// the keys) and first key; and whether the mask function hides a part of the tile.
 struct function_place_t {
   int b, h, i, j;
   bool is_mixed;
@@ -84,19 +84,19 @@ struct function_place_t {
     i = static_cast<int>(scores.diagonal(row));
     j = static_cast<int>(col);
   }
-  // The same place for a tile that starts `rows` and `cols` further.
+  // The same for a tile that starts `rows` and `cols` further.
   __device__ __forceinline__ function_place_t shifted(int rows, int cols) const
       volatile {
     return {b, h, i + rows, j + cols, is_mixed};
   }
 };
 
-// What the options of an entry are to a tile, counted from its first row.
+// The options of an entry for a tile, relative to its first row.
 struct entry_t {
   mask_bounds_t band;
   index_t diagonal;
   float slope;
-  const bias_t* bias;  // key 0, with kTermsOfKeys; of the mask too
+  const bias_t* bias;  // key 0, with kTermsOfKeys; so is the mask
   const bool* mask;
   matrix_t bias_matrix, mask_matrix;
 
@@ -114,7 +114,7 @@ struct entry_t {
   }
 };
 
-// The band of a tile that starts `rows` and `cols` further.
+// The bounds for a tile that starts `rows` and `cols` further.
 __device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& band,
                                                  int rows, int cols) {
   return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
@@ -131,17 +131,17 @@ __device__ __forceinline__ void publish(entry_t& to, const entry_t& from, int ro
   if constexpr (kTermsOfKeys && kHasMask) to.mask = from.mask;
 }
 
-// Whether two of 64 queries and 64 keys may not see each other; mask aside.
+// Whether positions hide any of 64 keys from any of 64 queries.
 __device__ __forceinline__ bool hides_some(const mask_bounds_t& band) {
   return band.low > 1 - 64 || band.high < 64 || band.num_queries < 64 ||
          band.num_keys < 64;
 }
 
-// --- terms of keys: bias log2(e), or -inf where the mask hides a key
+// --- key terms: bias log2(e), or -inf where the mask hides a key
 
 __device__ __forceinline__ float term_of_key(const bias_t* bias, const bool* mask,
                                              const params_t& params, int j) {
-  // Keys that are none are hidden by their number.
+  // Keys past the end are hidden by their position.
   const index_t key = min(j, static_cast<int>(params.seqlen_k) - 1);
   float term = 0;
   if constexpr (kHasBias) {
@@ -153,12 +153,12 @@ __device__ __forceinline__ float term_of_key(const bias_t* bias, const bool* mas
   return term;
 }
 
-// --- tiles of bias and mask: rows are queries. Of the bias 128 bytes of a row lie in a
-// chunk, swizzled; a mask has rows of 64 bytes, swizzled.
+// --- tiles of bias and mask: rows are queries. A chunk has 128 bytes of each row of
+// the bias, swizzled; rows of a mask have 64 bytes, swizzled.
 
-constexpr int kBiasColumns = 128 / sizeof(bias_t);  // of a chunk
+constexpr int kBiasColumns = 128 / sizeof(bias_t);  // per chunk
 
-// Asks for the tile of query i and key j, whose bytes have been announced.
+// Loads the tile at query i and key j; its bytes are already expected.
 template <typename Inputs>
 __device__ __forceinline__ void load_terms(unsigned bias, unsigned mask,
                                            const Inputs& inputs, const entry_t& entry,
@@ -179,10 +179,10 @@ __device__ __forceinline__ void load_terms(unsigned bias, unsigned mask,
   }
 }
 
-// The terms of a thread's numbers. With kKeysAreRows number e stands in key
-// row + e / 2 % 2 * 8 and query e / 4 * 8 + lane % 4 * 2 + e % 2, else the other way.
-// Of each address a part hangs on the thread, a part on e, and a part on both, which
-// the swizzle joins by exclusive or.
+// Bias and mask for a thread's numbers. With kKeysAreRows, number e is at key row + e /
+// 2 % 2 * 8 and query e / 4 * 8 + lane % 4 * 2 + e % 2; otherwise transposed. An
+// address has one part that depends on the thread, one on e, and one on both, which the
+// swizzle combines by XOR.
 template <bool kKeysAreRows> class tile_terms_t {
   static constexpr int kSize = sizeof(bias_t), kVector = 16 / kSize;
 
@@ -201,7 +201,7 @@ template <bool kKeysAreRows> class tile_terms_t {
     }
   }
 
-  // Of the tiles at these addresses.
+  // For the tiles at these addresses.
   __device__ __forceinline__ tile_terms_t at(unsigned bias, unsigned mask) const {
     tile_terms_t terms = *this;
     terms.bias_ += bias;
@@ -243,10 +243,10 @@ template <bool kKeysAreRows> class tile_terms_t {
   unsigned bias_, bias_swizzle_, mask_, mask_swizzle_;
 };
 
-// --- products to exponents of weights
+// --- from products to exponents of the weights
 
-// Products s become scores behind the softcap, as exponents of 2. A small product has
-// the same bits by either form, so that they hang on nothing that stands beside it.
+// Applies the softcap to products s; the results are exponents of 2. A small product
+// has the same bits by either form, so a score does not depend on its neighbours.
 __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
   float largest = 0;
 #pragma unroll
@@ -254,9 +254,9 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   cap_scores(s, cap, !__any_sync(kFullMask, largest > cap.limit));
 }
 
-// What bias, mask, alibi and lse add to the exponents: `use(e, x)` is given each of
-// them. `lse(e)` and `key_term(e)` are those of number e, `tile` has the terms that
-// queries do not share, and `slope`, `distance` are of alibi.
+// Computes what bias, mask, alibi and lse add to the exponents and calls `use(e, x)`
+// for each. `lse(e)` and `key_term(e)` belong to number e, `tile` holds bias and mask
+// that queries do not share, `slope` and `distance` are of alibi.
 template <bool kKeysAreRows, typename Lse, typename KeyTerm, typename Use>
 __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile,
                                           float slope, float distance, const Lse& lse,
@@ -274,9 +274,10 @@ __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile
   }
 }
 
-// --- functions
+// --- score and mask functions
 
-// What they are to the head and to the two rows of a thread, queries or keys.
+// Their precomputed parts for the head and for the two rows of a thread, queries or
+// keys.
 template <bool kKeysAreRows, bool kScore, bool kMask> struct function_rows_t {
   function_place_t place;
   function_head_t head;
@@ -299,8 +300,8 @@ template <bool kKeysAreRows, bool kScore, bool kMask> struct function_rows_t {
     }
   }
 
-  // f(e, query, key, diagonal) for all numbers. The second row stands on the diagonals
-  // that the first had 8 columns before.
+  // Calls f(e, query, key, diagonal) for all numbers. The second row lies on the
+  // diagonals that the first had 8 columns earlier.
   template <typename Function>
   __device__ __forceinline__ void for_pairs(const score_function_t& function,
                                             const fragment_t<kKeysAreRows>& fragment,
@@ -333,8 +334,8 @@ template <bool kKeysAreRows, bool kScore, bool kMask> struct function_rows_t {
 
 constexpr int kDerivatives = kHasChain ? kScores : 1;
 
-// Products, or what the softcap has made of them, become scores of the function; and
-// its derivative joins that of the softcap.
+// Applies the score function to products, or to what the softcap made of them, and
+// multiplies its derivative into that of the softcap.
 template <bool kKeysAreRows, typename Inputs>
 __device__ __forceinline__ void call_score(
     function_rows_t<kKeysAreRows, true, false>& rows,
@@ -353,13 +354,13 @@ __device__ __forceinline__ void call_score(
                    s[e] = function.score(s[e] * scale, rows.head, query, key, diagonal,
                                          by_s);
                    if constexpr (kHasChain) {
-                     // The weight 0 of a hidden key must not meet an infinite
+                     // Hidden keys have weight 0, which must not multiply an infinite
                      // derivative.
                      derivatives[e] = s[e] == -infinity<float>() ? 0.f : before * by_s;
                    }
                  });
 }
-// Exponents of keys that the mask function hides become -inf.
+// Sets the exponents of keys that the mask function hides to -inf.
 template <bool kKeysAreRows>
 __device__ __forceinline__ void hide_keys(const fragment_t<kKeysAreRows>& fragment,
                                           float (&s)[kScores],
@@ -377,9 +378,9 @@ __device__ __forceinline__ void hide_keys(const fragment_t<kKeysAreRows>& fragme
                  });
 }
 
-// The score of query fragment.query(e) and key fragment.key(e), both counted from the
-// tile, after the softcap: every score of the backward passes here, and with softcap
-// its derivative by scale * q.k.
+// The score of fragment.query(e) and fragment.key(e), both relative to the tile, after
+// the softcap. Every score of the backward passes through here; with a softcap so does
+// its derivative with respect to scale * q.k.
 template <bool kKeysAreRows, typename Inputs>
 __device__ __forceinline__ void score_mod(int e,
                                           const fragment_t<kKeysAreRows>& fragment,
@@ -397,8 +398,8 @@ __device__ __forceinline__ void score_mod(int e,
   }
 }
 
-// Products of a tile become exponents of weights, -inf where a query does not see the
-// key. What is added stands in `rest`, or `find_rest` finds it.
+// Turns the products of a tile into exponents of the weights, -inf for hidden keys.
+// What is added is in `rest`, or computed by `find_rest`.
 template <bool kKeysAreRows, typename Inputs, typename FindRest>
 __device__ __forceinline__ void add_terms(
     const fragment_t<kKeysAreRows>& fragment, float (&s)[kScores],

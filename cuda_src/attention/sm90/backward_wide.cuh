@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// What attention_vjp_hopper_wide_keys and attention_vjp_hopper_wide_queries share:
-// tiles of 64 rows, products of a warpgroup, and how rows of a gradient leave.
+// Shared by attention_vjp_hopper_wide_keys and attention_vjp_hopper_wide_queries: tiles
+// of 64 rows, products of a warpgroup, and stores of gradients.
 #pragma once
 
 #include "attention/sm90/backward.cuh"
@@ -12,15 +12,15 @@
 #error "BOUNDS comes from the host"
 #endif
 constexpr int kBounds = BOUNDS;  // as in backward.cu
-constexpr int kBlockN = 64;      // keys of a tile
+constexpr int kBlockN = 64;      // keys per tile
 static_assert(kBlockM == 64 && kHeadDim % 64 == 0 && kNumThreads == 384);
 
 // A tile: chunks of 64 columns, each [64 rows][128 bytes], swizzled.
 constexpr int kChunks = kHeadDim / 64, kChunk = 64 * 128, kBytes = kChunks * kChunk;
-constexpr int kScores = 64 / 2;      // of S, P, dP and dS, numbers of a thread
-constexpr int kSums = kHeadDim / 2;  // of a gradient
+constexpr int kScores = 64 / 2;      // numbers of S, P, dP and dS per thread
+constexpr int kSums = kHeadDim / 2;  // numbers of a gradient per thread
 
-// s = a b^T. A step is 16 columns: 32 bytes of a row of 128.
+// s = a b^T. A step covers 16 columns, 32 bytes of each 128-byte row.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
                                                 unsigned long long a,
                                                 unsigned long long b) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
   }
 }
 
-// sums += p b. A step is 16 rows of b, of 128 bytes.
+// sums += p b. A step covers 16 rows of b, 128 bytes each.
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[4][4],
                                               unsigned long long b) {
@@ -41,13 +41,13 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
   }
 }
 
-// The work tile of this block after `number`: where they differ in length, the next one
-// that no block has taken.
+// The work tile of this block after `number`; where they differ in length, the next one
+// from the counter.
 __device__ __forceinline__ int tile_after(int number, int* counter) {
   return static_cast<int>(gridDim.x) + (kBounds == 0 ? number : atomicAdd(counter, 1));
 }
 
-// Of an array, where the matrix of an entry lies in its tensor map.
+// Coordinates of the matrix of an entry in its tensor map.
 struct matrix_t {
   int head, batch[2];
 };
@@ -59,7 +59,7 @@ __device__ __forceinline__ matrix_t matrix_of(const tile_coord_t& at, index_t he
   return found;
 }
 
-// Asks for chunks [kFirst, kLast) of 64 rows, whose bytes have been announced.
+// Loads chunks [kFirst, kLast) of 64 rows; their bytes are already expected.
 template <int kFirst, int kLast>
 __device__ __forceinline__ void load_chunks(unsigned target,
                                             const ptx::tensor_map_t& map,
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_chunks(unsigned target,
   }
 }
 
-// Asks for them to be in the L2 cache.
+// Prefetches them into the L2 cache.
 __device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map, int row,
                                               const matrix_t& matrix) {
 #pragma unroll 1
@@ -83,23 +83,22 @@ __device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map, int 
   }
 }
 
-// What the producer publishes of a work tile stands in one of so many places: it is
-// written while the tile before is computed, and the one before that is stored.
+// Slots for published work tiles: one is written while the tile before is computed and
+// the one before that is stored.
 constexpr int kPublished = 3;
 __device__ __forceinline__ int place_after(int place) {
   return place + 1 == kPublished ? 0 : place + 1;
 }
 
-// The same ring, which the compiler knows to be the same in all lanes; it loses sight
-// of that between work tiles.
+// Makes the ring uniform again for the compiler, which loses track between work tiles.
 template <int kStages>
 __device__ __forceinline__ ring_t<kStages> uniform(const ring_t<kStages>& ring) {
   return {unsigned(uniform(ring.stage)), unsigned(uniform(ring.parity))};
 }
 
-// Which scores a thread has. Number e stands in row e / 2 % 2 * 8 + row and column
-// e / 4 * 8 + e % 2 + lane % 4 * 2 of the warpgroup's tile, of which one is a query and
-// the other a key.
+// Which scores a thread has. Number e is in row e / 2 % 2 * 8 + row and column e / 4 *
+// 8 + e % 2 + lane % 4 * 2 of the warpgroup's tile; one of the two is a query, the
+// other a key.
 template <bool kKeysAreRows> struct fragment_t {
   int row, lane;
 
@@ -113,17 +112,17 @@ template <bool kKeysAreRows> struct fragment_t {
   __device__ __forceinline__ int key(int e) const {
     return kKeysAreRows ? row_of(e) : column_of(e);
   }
-  // query(e) - key(e), but for what all numbers of the thread share.
+  // query(e) - key(e), without the part that is common to all numbers of the thread.
   static __device__ constexpr int distance_of(int e) {
     const int row = e / 2 % 2 * 8, column = e / 4 * 8 + e % 2;
     return kKeysAreRows ? column - row : row - column;
   }
-  // The same share of query - key.
+  // That common part.
   __device__ __forceinline__ int distance() const {
     return kKeysAreRows ? lane % 4 * 2 - row : row - lane % 4 * 2;
   }
 
-  // Without options: gives `hidden` to scores of keys that a query does not see.
+  // Without options: sets the scores of hidden keys to `hidden`.
   __device__ __forceinline__ void mask(float (&s)[kScores], int low, int high,
                                        int num_keys, float hidden) const {
     if (num_keys < kBlockN || low > 1 - kBlockM || high < kBlockN) {

@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_keys: dk and dv for wide heads, and for options, by tensor
-// cores fed by TMA, for sm_90a.
+// attention_vjp_hopper_wide_keys: dk and dv for wide heads or score options, by TMA and
+// wgmma, for sm_90a.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the part of a tile of
 //            keys, over blocks of queries; products transposed, so that keys are rows:
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q
 //            Sums of 256 columns take half of a thread's registers, so each warpgroup
-//            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
-//            from one to the other through shared memory, number by number, since the
-//            same thread of both has the same place. attention_vjp_hopper_wide_queries
-//            makes dq. Options (backward_score_mod.cuh) are the first's alone: with
-//            softcap it hands over P times the derivative of the score
-// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
-//            blocks take tile after tile, from a counter where tiles differ in length
-// Threads    two warpgroups compute; a thread of a third asks TMA, and
-//            finds out what the next work tile is
-// Tiles      k, v     64 x kHeadDim   loaded once a work tile, 64 columns to registers
-// and
-//                                     the others to shared memory
+//            owns one: the first computes S, P and dv, the second dP, dS and dk. P goes
+//            from the first to the second through shared memory; both use the same
+//            layout, so each thread passes its numbers to one other thread.
+//            attention_vjp_hopper_wide_queries computes dq. Only the first warpgroup
+//            applies score options (backward_score_mod.cuh); with a softcap it hands
+//            over P times the derivative of the score
+// Grid       Persistent, one block per multiprocessor. A work tile is a tile of keys;
+//            blocks take them from a counter where these differ in length
+// Threads    two consumer warpgroups; one thread of a third loads by TMA and finds the
+//            next work tile
+// Tiles      k, v     64 x kHeadDim   loaded once per work tile, 64 columns into
+//                                     registers, the others into shared memory
 //            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
 //            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
 //            P        64 x 64 float   shared
-//            S, P, dP, dS, dk, dv  registers, as wgmma lays them out
-// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
-// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. One order of sums: the same bits in every run
-// Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are
+//            S, P, dP, dS, dk, dv  registers, in the layout of wgmma
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
+// L2 Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+// products.
+//            A fixed order of sums: the same bits in every run
+// Limits     as attention_vjp_hopper, also for infinities and NaN; entries that are
 // summed
 //            see the same keys, mask and bias aside
 #include "attention/sm90/backward_score_mod.cuh"
@@ -39,31 +40,30 @@
 #if !defined(STAGES_Q) || !defined(STAGES_DOUT)
 #error "STAGES_Q and STAGES_DOUT come from the host"
 #endif
-// q is read for S and, a step later, for dk; dO is read for dP and dv nearly at one
-// time, and has a stage less where there is no room.
+// q is read for S and, a step later, for dk. dO is read for dP and dv at almost the
+// same time, and has one stage less where memory is short.
 constexpr int kStagesQ = STAGES_Q, kStagesDout = STAGES_DOUT;
 constexpr int kStages = kStagesQ + kStagesDout;
 constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
-// Chunks of k and v that stand in registers while a work tile is computed: their
-// products ask for fewer bytes of shared memory, which is as busy as the tensor cores.
-// They come by a stage of q.
+// Chunks of k and v kept in registers during a work tile. That saves reads of shared
+// memory, which is as busy as the tensor cores. They arrive through a stage of q.
 constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
-// Of a stage of q; that of 64 columns has to hold k and v, too.
+// Bytes of a stage of q; with 64 columns it must also hold chunks of k and v.
 constexpr int kBytesQ = kChunks > 2 * kHeld ? kBytes : 2 * kHeld * kChunk;
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
-// some of the producer's, and sums leave some over in narrow heads.
+// setmaxnreg redistributes the registers of the block, 168 per thread. Options need
+// some of the producer's, and narrow heads leave some over.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
 constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
 constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
 constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
 
-// Barriers by number: P is there; P has been read.
+// Named barriers: P is written; P has been read.
 constexpr int kWritten = 1, kRead = 2;
-// compute-sanitizer's racecheck follows arrivals at an mbarrier, of the lane that
-// comes; bar.arrive it does not follow, nor one lane that arrives for its warp. For it
-// each lane arrives at mbarriers, which orders the same, and takes 0 to 5 % longer.
+// racecheck of compute-sanitizer follows the arrivals of individual lanes at an
+// mbarrier, but neither bar.arrive nor one lane that arrives for its warp. For it each
+// lane arrives at mbarriers, which gives the same order and takes 0 to 5 % longer.
 constexpr bool kEachArrives = IS_GIVEN(EACH_LANE_ARRIVES);
 
 // s = a b^T with the first chunks of a in registers.
@@ -86,17 +86,17 @@ __device__ __forceinline__ void multiply_held(float (&s)[kScores],
 
 // --- shared memory
 
-// What the producer publishes of a work tile.
+// A work tile as published by the producer.
 struct tile_info_t {
-  index_t dk, dv;  // of the first row of the tile in the gradients
-  int num_steps;   // blocks of queries, over all summed entries; < 0: no tile is left
+  index_t dk, dv;  // offset of the tile's first row in the gradients
+  int num_steps;   // blocks of queries over all summed entries; < 0: no tile left
   int kept, key_first, num_keys;
   int block_first, block_last;  // of queries that see keys of the tile
-  int low, high;                // mask_bounds_t, from query 0
+  int low, high;                // mask_bounds_t, for query 0
   matrix_t k, v;
 };
 
-// Where the queries of a summed entry lie. The producer has no registers for it.
+// Where the queries of a summed entry lie; kept here for lack of registers.
 struct source_t {
   matrix_t q, dout;
   int stats;  // the first block of statistics
@@ -105,15 +105,15 @@ struct source_t {
 struct shared_t {
   tile_info_t* tile_infos;  // kPublished
   source_t& source;
-  // What options are to the keys of the tile: those of the source, and of the queries
-  // in a stage of q.
+  // The options for the keys of the tile: those of the current entry, and those for the
+  // queries in each stage of q.
   entry_t &source_entry, *entries;
-  function_place_t &source_place, *places;  // the same of functions
+  function_place_t &source_place, *places;  // the same for functions
 };
 
 constexpr int kBarriers = 6 + 2 * kStages + 2 * kTerms;
 
-// Addresses in it.
+// Shared memory addresses.
 struct addresses_t {
   unsigned k, v, q, dout, weights, bias, mask, lse, delta;  // tiles
   unsigned k_full, v_full, q_full, dout_full, k_empty, v_empty, q_empty, dout_empty;
@@ -121,7 +121,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const unsigned long long* barriers) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     k = (ptx::shared_address(tiles) + 1023) & ~1023u;
     v = k + kBytesRest;
     q = v + kBytesRest;
@@ -147,7 +147,7 @@ struct addresses_t {
 
   __device__ __forceinline__ void init_barriers() const {
     for (int n = 0; n < 2 + kStages; ++n) ptx::mbarrier_init(k_full + 8 * n, 1);
-    // Warps that are done arrive.
+    // Each warp arrives when it has finished.
     for (int n = 0; n < 2; ++n) ptx::mbarrier_init(k_empty + 8 * n, 4);
     for (int n = 0; n < kStagesQ; ++n) ptx::mbarrier_init(q_empty + 8 * n, 8);
     for (int n = 0; n < kStagesDout; ++n) {
@@ -175,12 +175,12 @@ struct arguments_t {
   const grads_t& grads;
 };
 
-// Where the kernel stands in its rings: the same in producer and consumers.
+// Positions in the rings, the same in producer and consumers.
 struct pipeline_t {
   ring_t<kStagesQ> q;
   ring_t<kStagesDout> dout;
   ring_t<kStagesTerms> terms;
-  int place = 0;  // of tile infos
+  int place = 0;  // slot of tile_infos
 };
 
 // --- producer
@@ -191,7 +191,7 @@ struct producer_t {
   const addresses_t& smem;
   pipeline_t at;
 
-  // Finds out what work tile `number` is.
+  // Computes and publishes work tile `number`.
   __device__ __forceinline__ void publish(int number) const {
     const inputs_t& inputs = args.inputs;
     const params_t& params = args.score.params;
@@ -209,7 +209,7 @@ struct producer_t {
     info.num_keys = static_cast<int>(params.seqlen_k) - key_first;
     int block_first = 0, block_last = inputs.num_blocks;
     if constexpr (kBounds > 0) {
-      // Entries that are summed see the same.
+      // Entries that are summed see the same keys.
       const tile_coord_t entry =
           kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
       const scores_t scores = args.score.scores_of(entry);
@@ -259,7 +259,7 @@ struct producer_t {
     }
   }
 
-  // k and v: the first chunks in a stage of q, the others in places of their own.
+  // Loads k and v: the first chunks into a stage of q, the others into their own tiles.
   __device__ __forceinline__ void load_keys(const tile_info_t& info) {
     const inputs_t& inputs = args.inputs;
     const int key_first = info.key_first;
@@ -275,7 +275,7 @@ struct producer_t {
     ptx::mbarrier_arrive_expect_tx(smem.v_full, kBytesRest);
     load_chunks<kHeld, kChunks>(smem.v, inputs.v_map, smem.v_full, key_first, info.v);
   }
-  // A block of queries, and the terms of its scores.
+  // Loads a block of queries, with bias and mask for its scores.
   __device__ __forceinline__ void load_queries(const tile_info_t& info, int block,
                                                bool is_mixed = false) {
     const all_inputs_t& inputs = args.inputs;
@@ -317,7 +317,7 @@ struct producer_t {
     at.dout.advance();
   }
 
-  // The blocks of the lists of all summed entries.
+  // Loads the blocks in the lists of all summed entries.
   __device__ __forceinline__ void load_listed(const tile_info_t& info) {
     for (int summed = 0; summed < args.inputs.num_summed; ++summed) {
       const unsigned* const list = list_of(info, summed);
@@ -373,17 +373,17 @@ struct producer_t {
 
 // --- consumers
 
-// What both warpgroups have: the sum of one gradient, scores, and the array whose rows
+// Common to both warpgroups: the sum of one gradient, scores, and the array whose rows
 // they hold.
 struct consumer_t {
   const arguments_t& args;
   const shared_t& shared;
   const addresses_t& smem;
   int role, warp, lane;
-  fragment_t<true> fragment;  // row: a key, and the one 8 below
-  unsigned weights;           // this thread's numbers of P
+  fragment_t<true> fragment;  // row: a key; the second is 8 further
+  unsigned weights;           // address of this thread's numbers of P
   pipeline_t at;
-  // P on its way from one warpgroup to the other: it is there, and has been read.
+  // Parity of the barriers that pass P from one warpgroup to the other.
   unsigned p_parity = 0;
   float sums[kSums], s[kScores];
   unsigned held[4 * kHeld][4];
@@ -399,11 +399,11 @@ struct consumer_t {
         fragment{warp * 16 + lane / 4, lane},
         weights(smem.weights + threadIdx.x % 128 * 16) {}
 
-  // This warp is done with a tile.
+  // This warp has finished with a tile.
   __device__ __forceinline__ void release(unsigned barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
-  // Its lanes have read one.
+  // The lanes of this warp have read a tile.
   __device__ __forceinline__ void release_read(unsigned barrier) const {
     if constexpr (kEachArrives) {
       ptx::mbarrier_arrive(barrier);
@@ -428,8 +428,8 @@ struct consumer_t {
     }
   }
 
-  // What a warpgroup holds of its array. A lane gives the address of 8 columns of a
-  // row; the swizzle flips bits 4 to 6 of it by the row.
+  // Loads the chunks that stay in registers. A lane gives the address of 8 columns of a
+  // row; the swizzle XORs bits 4 to 6 with the row.
   __device__ __forceinline__ void load_held() {
     const unsigned source =
         smem.q + role * kHeld * kChunk + (warp * 16 + lane % 16) * 128;
@@ -450,7 +450,7 @@ struct consumer_t {
     if constexpr (kHasTiles) at.terms = uniform(at.terms);
   }
 
-  // s = k q^T or v dO^T of a stage that is there.
+  // s = k q^T or v dO^T for a stage that has arrived.
   __device__ __forceinline__ void start_scores(unsigned long long own,
                                                unsigned long long other) {
     ptx::wgmma_fence();
@@ -465,7 +465,7 @@ struct consumer_t {
     ptx::wgmma_commit_group();
   }
 
-  // How many blocks of queries the next work tile has; < 0: there is none.
+  // The next work tile; its number of blocks of queries is < 0 if there is none.
   __device__ __forceinline__ const volatile tile_info_t& info() const {
     return shared.tile_infos[at.place];
   }
@@ -509,7 +509,7 @@ struct dv_consumer_t : consumer_t {
       p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
     }
   }
-  // Of the queries in a stage of q, those that a thread has.
+  // Address of the lse of this thread's queries in a stage of q.
   __device__ __forceinline__ unsigned lse_here() const {
     return smem.lse + at.q.stage * kBytesStats + lane % 4 * 8;
   }
@@ -580,13 +580,13 @@ struct dv_consumer_t : consumer_t {
     if constexpr (kAhead) find_rest_of([&](int e, float x) { rest[e] = x; });
   }
 
-  // Where the functions are called.
+  // Where the functions are evaluated.
   __device__ __forceinline__ function_place_t place_here() const {
     const volatile function_place_t& place = shared.places[at.q.stage];
     return place.shifted(0, 0);
   }
 
-  // With a derivative P goes to p, and s becomes what dP - delta is multiplied by.
+  // With a derivative, P goes to p, and s becomes the factor of dP - delta.
   __device__ __forceinline__ void softmax_of_terms() {
     const mask_bounds_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
     float derivatives[kDerivatives];
@@ -611,7 +611,7 @@ struct dv_consumer_t : consumer_t {
     wait(smem.q_full + 8 * at.q.stage, at.q.parity);
     start_scores(k_rows, q_rows + at.q.stage * (kBytesQ / 16));
   }
-  // S is on its way: waits for it, and makes P.
+  // Waits for S, which is in flight, and computes P.
   __device__ __forceinline__ void softmax() {
     find_rest_ahead();
     if constexpr (kHasScoreFunction) {
@@ -626,8 +626,8 @@ struct dv_consumer_t : consumer_t {
     }
   }
 
-  // One block of queries; S and P of the next one. No product is in flight between
-  // steps: ptxas does not follow them around a loop (C7514).
+  // One block of queries, with S and P of the next. No product is in flight between
+  // steps, because ptxas does not track them around a loop (C7514).
   template <bool kLast> __device__ __forceinline__ void step() {
     wait_for_p(smem.p_read, kRead);
 #pragma unroll
@@ -706,7 +706,7 @@ struct dk_consumer_t : consumer_t {
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
   }
-  // One block of queries; dP of the next one.
+  // One block of queries, with dP of the next.
   template <bool kLast> __device__ __forceinline__ void step(float factor) {
     make_uniform();
     make_ds(factor);
@@ -731,7 +731,7 @@ struct dk_consumer_t : consumer_t {
       if (num_steps < 0) return;
       begin_sums();
       if (num_steps > 0) {
-        publish_p(smem.p_read, kRead);  // nothing of this tile has been written yet
+        publish_p(smem.p_read, kRead);  // nothing of this tile is written yet
         start_dp();
         wait_for_dp();
 #pragma unroll 1
@@ -753,7 +753,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                    elem_t* __restrict__ dk,          // as k, summed
                                    elem_t* __restrict__ dv,          // as v, summed
                                    found_t* __restrict__ found,
-                                   int* __restrict__ counter,  // starts as 0
+                                   int* __restrict__ counter,  // starts at 0
                                    LISTS_PARAMETER SCORE_PARAMETERS,
                                    const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char tiles[];
@@ -768,7 +768,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                            entries,    source_place, places};
   const addresses_t smem(tiles, barriers);
   if (threadIdx.x == 0) smem.init_barriers();
-  __syncthreads();  // the barriers are there before anyone uses them
+  __syncthreads();  // the barriers are initialized
 
   const int role = uniform(threadIdx.x / 128);
   if (role == 2) {

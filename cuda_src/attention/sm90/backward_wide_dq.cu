@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_queries: dq for wide heads, and for options, by tensor
-// cores fed by TMA, for sm_90a; and dbias, if each score has a bias of its
-// own.
+// attention_vjp_hopper_wide_queries: dq for wide heads or score options, by TMA and
+// wgmma, for sm_90a; and dbias, if each score has a bias of its own.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the part of a tile of
 //            queries, over tiles of keys from first to last:
 //                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
 //                dq += dS k
-//            P and dS come out of one product in the registers that the next one reads.
-//            attention_vjp_hopper_wide_keys makes dk and dv
-// Grid       a block a multiprocessor. A work tile is a tile of queries of an entry;
-// blocks
-//            take tile after tile, from a counter where tiles differ in length
-// Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
-//            , and finds out what the next work tile is
-// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once a work tile
+//            P and dS are accumulators of one product and, in the same registers, the A
+//            operand of the next. attention_vjp_hopper_wide_keys computes dk and dv
+// Grid       Persistent, one block per multiprocessor. A work tile is a tile of queries
+// of
+//            an entry; blocks take them from a counter where these differ in length
+// Threads    two consumer warpgroups, 64 queries each; one thread of a third loads by
+// TMA
+//            and finds the next work tile
+// Tiles      q, dO    64 x kHeadDim per warpgroup  shared, loaded once per work tile
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
-//            bias, mask  64 x 64 a warpgroup, or a number a key    shared,
+//            bias, mask  64 x 64 per warpgroup, or one number per key    shared,
 //                                                 kStagesTerms stages
-//            S, P, dP, dS, dq  registers, as wgmma lays them out
-// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
-// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+//            S, P, dP, dS, dq  registers, in the layout of wgmma
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
+// L2 Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward_score_mod.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -28,7 +28,7 @@
 #ifndef STAGES_V
 #error "STAGES_V comes from the host"
 #endif
-// With DBIAS_T dS goes to memory, too, where each score has a bias of its own.
+// With DBIAS_T, dS is stored as well: each score has a bias of its own.
 #ifdef DBIAS_T
 constexpr bool kMakesDbias = true;
 using dbias_t = DBIAS_T;
@@ -42,28 +42,28 @@ using dbias_t = float;
 #define DBIAS_ARGUMENT nullptr
 #endif
 constexpr int kGroups = 2, kTileM = kGroups * 64;
-// k is read for S and then for dq, v for dP alone: it is free long before the next one
-// is needed, so one stage will do where there is no room for two.
+// k is read for S and later for dq; v only for dP. It is free long before the next one
+// is needed, so one stage is enough where there is no room for two.
 constexpr int kStagesK = 2, kStagesV = STAGES_V;
-// Terms of scores come by stages, too, those of keys by a warp of the third warpgroup.
+// Bias and mask are staged as well; those per key by a warp of the third warpgroup.
 constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
 // For racecheck, as in backward_wide_dkdv.cu.
 constexpr int kArrivals =
     IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;  // of a warp at a barrier of terms
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
-// some of the producer's, and sums leave some over in narrow heads.
+// setmaxnreg redistributes the registers of the block, 168 per thread. Options need
+// some of the producer's, and narrow heads leave some over.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
 constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
 constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
-// Writes a thread's numbers of dS, two side by side.
+// Stores a thread's numbers of dS in pairs.
 template <typename T>
 __device__ __forceinline__ void store_dbias(const float (&p)[kScores],
                                             const float (&dp)[kScores],
                                             const float (&delta)[2], T* target, int row,
                                             int column, float factor, int num_rows,
                                             int num_columns, index_t row_step) {
-  // Rows of a number of columns that is even start at whole pairs.
+  // With an even number of columns, rows start at whole pairs.
   const bool as_pairs = row_step % 2 == 0;
 #pragma unroll
   for (int e = 0; e < kScores; e += 2) {
@@ -90,12 +90,12 @@ __device__ __forceinline__ void store_dbias(const float (&p)[kScores],
 
 // --- shared memory
 
-// What the producer publishes of a work tile.
+// A work tile as published by the producer.
 struct tile_info_t {
-  index_t dq;                 // of the first row of the tile in the gradient
-  int tile_first, tile_last;  // of keys that queries see; < 0: no work tile is left
-  int row_first, stats;       // stats: the first block of the entry's
-  int low, high;              // mask_bounds_t, from key 0
+  index_t dq;                 // offset of the tile's first row in the gradient
+  int tile_first, tile_last;  // range of keys seen; < 0: no work tile left
+  int row_first, stats;       // stats: first block of the entry
+  int low, high;              // mask_bounds_t, for key 0
   matrix_t q, dout, k, v;
 };
 
@@ -103,15 +103,15 @@ struct shared_t {
   tile_info_t* tile_infos;  // kPublished of each
   entry_t* entries;
   function_place_t* places;
-  const unsigned** lists;     // of a mask function: tiles are then places in one
-  dbias_t** dbias_tiles;      // of the gradient of the bias, the first row of the tile
-  float* of_keys;             // terms of keys, by stage
-  volatile unsigned* listed;  // what the list says of the tiles of k, by stage
+  const unsigned** lists;     // of a mask function: tiles are then indices into one
+  dbias_t** dbias_tiles;      // of the gradient of the bias: first row of the tile
+  float* of_keys;             // bias and mask per key, by stage
+  volatile unsigned* listed;  // list entry of each tile of k, by stage
 };
 
 constexpr int kBarriers = 4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms;
 
-// Addresses in it.
+// Shared memory addresses.
 struct addresses_t {
   unsigned q, dout, k, v, bias, mask;  // tiles
   unsigned q_full, dout_full, k_full, v_full, q_empty, dout_empty, k_empty, v_empty;
@@ -119,7 +119,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const unsigned long long* barriers) {
-    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
     q = (ptx::shared_address(tiles) + 1023) & ~1023u;
     dout = q + kGroups * kBytes;
     k = dout + kGroups * kBytes;
@@ -142,7 +142,8 @@ struct addresses_t {
     constexpr int kTiles = 2 + kStagesK + kStagesV;
     for (int n = 0; n < kTiles; ++n) {
       ptx::mbarrier_init(q_full + 8 * n, 1);
-      // A warp that is done arrives; with q, that which reads terms of keys.
+      // Each warp arrives when it has finished; for q, also the warp that reads key
+      // terms.
       const bool has_reader = kTermsOfKeys && n == 0;
       ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + has_reader);
     }
@@ -167,12 +168,12 @@ struct arguments_t {
   const grads_t& grads;
 };
 
-// Where the kernel stands in its rings: the same in producer and consumers.
+// Positions in the rings, the same in producer and consumers.
 struct pipeline_t {
   ring_t<kStagesK> k;
   ring_t<kStagesV> v;
   ring_t<kStagesTerms> terms;
-  int place = 0;  // of tile infos
+  int place = 0;  // slot of tile_infos
 };
 
 // --- producer warpgroup
@@ -187,7 +188,7 @@ struct producer_t {
     return shared.tile_infos[at.place];
   }
 
-  // Finds out what work tile `number` is.
+  // Computes and publishes work tile `number`.
   __device__ __forceinline__ void publish(int number) const {
     const inputs_t& inputs = args.inputs;
     const params_t& params = args.score.params;
@@ -196,7 +197,7 @@ struct producer_t {
     info.tile_last = -1;
     if (number >= inputs.num_items) return;
     const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
-    // The last queries see most keys, where positions hide some.
+    // Last tiles first: with causal masks they are longest.
     const int row_first = (inputs.num_tiles - 1 - tile.tile) * kTileM;
     int tile_first = 0;
     int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
@@ -243,7 +244,7 @@ struct producer_t {
     }
   }
 
-  // q or dO of the work tile.
+  // Loads q or dO of the work tile.
   __device__ __forceinline__ void load_own(unsigned target,
                                            const ptx::tensor_map_t& map, unsigned full,
                                            unsigned empty, unsigned parity,
@@ -255,7 +256,7 @@ struct producer_t {
                               matrix);
     }
   }
-  // What the list says of tile number n of the work tile, or that tile.
+  // Entry n of the list of the work tile; without lists, tile n.
   __device__ __forceinline__ listed_tile_t listed(int n) const {
     if constexpr (kListsTiles) return listed_tile(shared.lists[at.place], n);
     return {static_cast<unsigned>(n) << 8};
@@ -264,7 +265,7 @@ struct producer_t {
     load_own(smem.dout, args.inputs.dout_map, smem.dout_full, smem.dout_empty, parity,
              info().dout);
   }
-  // A tile of k or v.
+  // Loads a tile of k or v.
   template <int kStages>
   __device__ __forceinline__ void load_keys(ring_t<kStages>& ring, unsigned target,
                                             const ptx::tensor_map_t& map, unsigned full,
@@ -290,7 +291,7 @@ struct producer_t {
     at.terms.advance();
   }
 
-  // By one thread.
+  // Run by one thread.
   __device__ __forceinline__ void produce() {
     const all_inputs_t& inputs = args.inputs;
     int number = static_cast<int>(blockIdx.x);
@@ -332,7 +333,7 @@ struct producer_t {
     }
   }
 
-  // By another warp: what bias and mask are to each key, where queries share them.
+  // Run by another warp: bias and mask per key, where all queries share them.
   __device__ __forceinline__ void read_key_terms() {
     const int lane = threadIdx.x % 32;
     for (unsigned num_done = 0;; ++num_done) {
@@ -372,7 +373,7 @@ struct consumer_t {
   const shared_t& shared;
   const addresses_t& smem;
   int group, lane;
-  fragment_t<false> fragment;  // row: of the warpgroup's, and the one 8 below
+  fragment_t<false> fragment;  // row: within the warpgroup; the second is 8 further
   float factor;
   unsigned long long q_rows, dout_rows, k_rows, v_rows, k_sums;
   pipeline_t at;
@@ -397,7 +398,7 @@ struct consumer_t {
         v_rows(descriptor(smem.v, 16)),
         k_sums(descriptor(smem.k, kChunk)) {}
 
-  // This warp is done with a tile.
+  // This warp has finished with a tile.
   __device__ __forceinline__ void release(unsigned barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
@@ -405,7 +406,7 @@ struct consumer_t {
     return shared.tile_infos[at.place];
   }
 
-  // Statistics of this thread's rows, and sums of 0.
+  // Loads the statistics of this thread's rows and clears the sums.
   __device__ __forceinline__ void begin_tile() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -459,14 +460,14 @@ struct consumer_t {
     }
   }
 
-  // Where the functions are called.
+  // Where the functions are evaluated.
   __device__ __forceinline__ function_place_t place_of(int tile) const {
     const volatile function_place_t& place = shared.places[at.place];
     return place.shifted(group * 64, tile * kBlockN);
   }
 
-  // s becomes P of a tile of keys; times the derivative of the score, if it has one.
-  // `is_mixed`: a mask function hides some of the tile.
+  // s becomes P of a tile of keys, times the derivative of the score if it has one.
+  // `is_mixed`: a mask function hides a part of the tile.
   __device__ __forceinline__ void softmax(int tile, bool is_mixed) {
     const all_inputs_t& inputs = args.inputs;
     if constexpr (kHasOptions) {
@@ -501,7 +502,7 @@ struct consumer_t {
     }
   }
 
-  // The share of a tile of keys in dq, and its part of dbias.
+  // Adds a tile of keys to dq, and stores its part of dbias.
   __device__ __forceinline__ void step(int number, bool is_last) {
     const params_t& params = args.score.params;
     wait(smem.k_full + 8 * at.k.stage, at.k.parity);
@@ -511,7 +512,7 @@ struct consumer_t {
       const listed_tile_t listed = {
           __shfl_sync(kFullMask, shared.listed[at.k.stage], 0)};
       tile = listed.tile();
-      // What this warpgroup sees nothing of is masked as well.
+      // A tile of which this warpgroup sees nothing must be masked as well.
       is_mixed = listed.is_mixed(group) || !listed.is_seen(group);
     }
     ptx::wgmma_fence();
@@ -599,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                       const float* __restrict__ stats,  // backward.cuh
                                       elem_t* __restrict__ dq,          // as q
                                       DBIAS_PARAMETER found_t* __restrict__ found,
-                                      int* __restrict__ counter,  // starts as 0
+                                      int* __restrict__ counter,  // starts at 0
                                       LISTS_PARAMETER SCORE_PARAMETERS,
                                       const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char tiles[];
@@ -624,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                            dbias_tiles, of_keys, listed};
   const addresses_t smem(tiles, barriers);
   if (threadIdx.x == 0) smem.init_barriers();
-  __syncthreads();  // the barriers are there before anyone uses them
+  __syncthreads();  // the barriers are initialized
 
   const int group = uniform(threadIdx.x / 128);
   if (group == kGroups) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper_merge: what attention_hopper found for parts of the keys, as one.
+// attention_hopper_merge: combines the splits of the keys left by attention_hopper.
 //
 // Algorithm  m = max lse_p,  w_p = exp(lse_p - m),
 //            out = sum_p w_p out_p / sum_p w_p,  lse = m + log sum_p w_p
-//            A part with lse -inf saw no key and adds nothing.
-// Grid       a block a row; its warps take interleaved parts, its lanes 4 columns each
-// Memory     global: parts and out once; shared: a sum a warp
-// Numbers    lse in double, all else in float; parts are added in the same order always
-// Limits     head_dim_v is a multiple of 8
+//            A split with lse = -inf saw no key and contributes nothing.
+// Grid       one block per row; warps take interleaved splits, lanes 4 columns each
+// Memory     global: splits and out once; shared: one sum per warp
+// Numbers    lse in double, the rest in float; splits are always added in the same
+// order Limits     head_dim_v is a multiple of 8
 #include "attention/score/params.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
   double m = -infinity<double>();
   for (int part = lane; part < num_parts; part += 32) {
     const double x = lses[part * num_rows + row];
-    m = x > m ? x : m;  // not a NaN, which comes in by its weight
+    m = x > m ? x : m;  // NaN enters through its weight instead
   }
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
     lse[row] = l == 0 ? -infinity<float>() : static_cast<float>(m + logf(l));
   }
 
-  const tile_coord_t at(params, row, params.seqlen_q);  // its tiles are single queries
+  const tile_coord_t at(params, row, params.seqlen_q);  // for tiles of one query
   elem_t* const out_row = at.at(out, params.out) + at.tile * params.out.row;
   for (int vector = lane; vector < num_vectors; vector += 32) {
     float4 sum = {};

@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper_wide: heads above 256 columns on tensor cores that work for a
-// warpgroup (wgmma), with any strides and all options.
+// attention_hopper_wide: forward for head dimensions above 256 by wgmma, with any
+// strides and all options.
 //
-// Algorithm  As attention_tiled: for each tile of keys
+// Algorithm  Online softmax as in attention_tiled. For each tile of keys
 //                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
 //                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
 //            and at the end  out = o / l,  lse = m + log l.
-//            Both warpgroups ("sides") have all 64 rows: each has the scores of half of
-//            the keys of a tile, and half of the columns of o, which would not fit into
-//            the registers of one. Maxima and weights go through shared memory. p v
-//            of a tile runs beside the softmax of the next one.
-// Grid       a block a tile of queries of one head; last tiles first, since causal ones
-//            are longest
+//            Two warpgroups ("sides") share the same 64 rows. Each computes the scores
+//            of half of the keys of a tile, and half of the columns of o, which would
+//            not fit into the registers of one warpgroup. They exchange row maxima and
+//            weights through shared memory. p v of a tile overlaps with the softmax of
+//            the next.
+// Grid       one block per tile of queries of one head; last tiles first, since causal
+//            ones are longest
 // Tiles      q     64 x kHeadDim               shared, loaded once
-//            k, v  64 x kHeadDim (kHeadDimV)   shared, one of each: k of the next tile
-//                  comes beside the softmax and p v, v beside q k of the next tile
+//            k, v  64 x kHeadDim (kHeadDimV)   shared, one of each: the next k loads
+//                  during softmax and p v, the next v during q k
 //            p     64 x 64                     shared
-//            s, o  registers, as wgmma lays them out
-// Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
+//            s, o  registers, in the layout of wgmma
+// Memory     global: q and out once; k and v once per block, mostly from L2, by
+// cp.async
 //            shared: see smem() in _attention/gpu/sm90/forward_wide.py
-// Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v. Of parts of the
-//            keys (KEY_PARTS) out is float32
-// Limits     kHeadDim and kHeadDimV are multiples of 64 up to 576, filled up with
-// zeros;
-//            sm_90a. A block begins again where values of hidden keys that are not
-//            finite have reached its result
+// Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v. With split keys
+//            (KEY_PARTS) out is float32
+// Limits     kHeadDim and kHeadDimV are multiples of 64 up to 576, padded with zeros;
+//            sm_90a. A block starts over with scrubbed values if nonfinite values of
+//            hidden keys reached its result
 #include "attention/sm80/tile.cuh"
 #include "attention/sm90/wgmma_operands.cuh"
 #include "ptx/cluster_mbarrier.cuh"
@@ -39,18 +40,20 @@ constexpr int kBlockM = 64, kBlockN = 64;  // rows of q, and of k and v
 constexpr int kSides = 2, kKeys = kBlockN / kSides;
 static_assert(kNumThreads == kSides * 128);
 
-// A tile in shared memory is panels of 64 columns, each [64][128 bytes], swizzled. A
-// side has kOwn panels of v; of an odd number both have the one in the middle.
+// A tile in shared memory consists of panels of 64 columns, each [64][128 bytes],
+// swizzled. A side owns kOwn panels of v; if their number is odd, both compute the one
+// in the middle.
 constexpr int kPanels = kHeadDim / 64, kPanelsV = kHeadDimV / 64;
 constexpr int kOwn = (kPanelsV + 1) / 2;
 constexpr unsigned kPanel = 64 * 128;
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
 
-// Whether scores are finished one by one before the softmax; else the softmax scales.
+// Whether scores are finished one by one before the softmax, or the softmax scales
+// them.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
 
-// TMA brings k and v; else they come by cp.async.
+// k and v are loaded by TMA; otherwise by cp.async.
 #ifdef MAPPED
 constexpr bool kMapped = true;
 struct alignas(64) maps_t {
@@ -62,7 +65,7 @@ constexpr bool kMapped = false;
 #define MAPS_PARAMETER
 #endif
 
-// Parts of the keys are merged from float32 (attention/combine.cu).
+// Split keys write float32, which attention/combine.cu combines.
 template <bool kInParts> struct out_of {
   using type = elem_t;
 };
@@ -71,11 +74,11 @@ template <> struct out_of<true> {
 };
 using out_t = out_of<kHasParts>::type;
 
-// Whether p v of a tile runs beside what finishes scores of the next one: registers.
+// Whether p v of a tile overlaps with finish of the next scores, as registers allow.
 constexpr bool kOverlaps = !kHasTerms || kOwn <= 4;
 
-// Number n of s or o of a thread stands in row n / 2 % 2 * 8 + row() of the tile, and
-// in column n / 4 * 8 + column() + n % 2 of its side's part of the columns.
+// Number n of s or o of a thread is in row n / 2 % 2 * 8 + row() of the tile, and in
+// column n / 4 * 8 + column() + n % 2 of its side's columns.
 constexpr int kRows = 2;
 constexpr int kScores = kKeys / 2, kOutputs = 32 * kOwn;
 __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
@@ -89,8 +92,8 @@ __device__ __forceinline__ int first_panel() {
 
 // --- tiles ---------------------------------------------------------------------------
 
-// Starts to copy rows [0, num_rows) of a matrix (.., dim) into panels; zeros fill up
-// 64 x kDim.
+// Starts copying rows [0, num_rows) of a matrix (.., dim) into panels, padded with
+// zeros to 64 x kDim.
 template <int kDim>
 __device__ __forceinline__ void load_panels(unsigned char* smem, const elem_t* x,
                                             index_t row_stride, int num_rows, int dim,
@@ -102,7 +105,7 @@ __device__ __forceinline__ void load_panels(unsigned char* smem, const elem_t* x
     load_tile<64, kDim>(smem, x, row_stride, num_rows, dim, false, place);
     return;
   }
-  // Eight lanes have 64 columns of a row: addresses of panels differ by constants.
+  // Eight lanes copy 64 columns of a row; panels lie at constant offsets.
   constexpr int kStep = kNumThreads / 8;
   const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
   unsigned to = shared_address(smem) + place(row, chunk);
@@ -112,7 +115,7 @@ __device__ __forceinline__ void load_panels(unsigned char* smem, const elem_t* x
     const int columns = first + row < num_rows ? dim - chunk * 8 : 0;
 #pragma unroll
     for (int panel = 0; panel < kDim / 64; ++panel) {
-      // Nothing is read from where no row is.
+      // Rows that do not exist are not read.
       ptx::copy_async_or_zero(to + panel * kPanel, from + panel * 64,
                               panel * 64 < columns ? 16 : 0);
     }
@@ -121,13 +124,13 @@ __device__ __forceinline__ void load_panels(unsigned char* smem, const elem_t* x
   }
 }
 
-// One place for tiles of k or v, which TMA fills when all have read the
-// tile before. One thread loads and releases.
+// A single buffer for tiles of k or v, filled by TMA once every warp has read the tile
+// before. One thread loads and releases.
 template <int kDim> struct feed_t {
   const ptx::tensor_map_t& map;
-  unsigned tile, full, empty;  // in shared memory
+  unsigned tile, full, empty;  // shared memory addresses
   int head, batch[2];
-  int waits, releases;  // so far
+  int waits, releases;  // phases so far
 
   __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map, unsigned char* tile,
                                     unsigned long long* barriers,
@@ -168,8 +171,7 @@ template <unsigned kBytes> __device__ __forceinline__ void clear(unsigned char* 
   }
 }
 
-// Sets numbers of the tile of v that are not finite to 0; whether this thread found
-// any.
+// Zeroes the nonfinite numbers of the tile of v; returns whether this thread found any.
 __device__ __forceinline__ bool clean_values(unsigned char* tile) {
   constexpr unsigned kExponent = pair16_t::kIsBfloat16 ? 0x7f80u : 0x7c00u;
   bool found_any = false;
@@ -187,11 +189,11 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 
 // --- products ------------------------------------------------------------------------
 
-// s = q k^T of this side's keys. A tensor core cuts what falls off a sum, so that 64
-// columns are summed apart and added by rounding.
+// s = q k^T for this side's keys. Tensor cores truncate low bits of a sum, so products
+// of 64 columns are summed separately and added with rounding.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long long q,
                                             unsigned long long k) {
-  constexpr int kAtOnce = kOverlaps ? 2 : 1;  // sums, as registers allow
+  constexpr int kAtOnce = kOverlaps ? 2 : 1;  // sums in flight, as registers allow
   float parts[kAtOnce][kScores];
   auto start = [&](int panel) {
     if (panel >= kPanels) return;
@@ -219,7 +221,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long l
   }
 }
 
-// Columns [64 kFirst, 64 (kFirst + kCount)) of this side's o += p v.
+// o += p v for columns [64 kFirst, 64 (kFirst + kCount)) of this side.
 template <int kFirst, int kCount>
 __device__ __forceinline__ void multiply_panels(float (&o)[kOutputs],
                                                 const unsigned (&p)[4],
@@ -228,15 +230,15 @@ __device__ __forceinline__ void multiply_panels(float (&o)[kOutputs],
   ptx::wgmma_t<elem_t, 64 * kCount>::rs(some, p, v + kFirst * kPanel / 16, 1);
 }
 
-// Starts o += p v of this side's columns, whose weights it reads at once. A step is 16
-// rows of v, of 128 bytes.
+// Starts o += p v for this side's columns; reads all weights first. A step covers 16
+// rows of v, 128 bytes each.
 struct weights_t {
   unsigned a[kBlockN / 16][4];
 };
 __device__ __forceinline__ void start_pv(float (&o)[kOutputs], weights_t& p,
                                          const tile_t<kBlockN>& tile,
                                          unsigned long long v) {
-  constexpr int kMost = 4;  // panels of an instruction
+  constexpr int kMost = 4;  // panels per instruction
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
     ptx::ldmatrix_x4(p.a[step], tile.at(0, 2 * step));
@@ -253,7 +255,7 @@ __device__ __forceinline__ void start_pv(float (&o)[kOutputs], weights_t& p,
   ptx::wgmma_commit_group();
 }
 
-// Until here the weights stay in their registers, too.
+// Waits for p v. The weights must stay in their registers until then.
 __device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
   ptx::wgmma_wait_group<0>();
   compiler_fence(o);
@@ -266,7 +268,7 @@ __device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
 
 // --- softmax -------------------------------------------------------------------------
 
-// One number a row and side, for the other side.
+// One number per row and side, to be read by the other side.
 struct across_t {
   float of[kSides][kBlockM];
 
@@ -278,8 +280,8 @@ struct across_t {
   }
 };
 
-// Of the rows of a thread: the largest score so far, the sum of the weights over this
-// thread's columns, and what its rounding left over.
+// State of a thread's rows: largest score so far, sum of the weights over this thread's
+// columns, and its rounding error.
 struct softmax_t {
   float m[kRows], l[kRows], rest[kRows];
 
@@ -293,9 +295,8 @@ struct softmax_t {
   }
 };
 
-// Products of the tile of query i0 and key j0 into final scores; -inf where a query
-// does not see the key. Every score passes here, after its product and before the
-// softmax.
+// Turns the products of the tile at query i0 and key j0 into final scores, -inf for
+// hidden keys. Every score passes through here before the softmax.
 __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& scores,
                                           index_t i0, index_t j0) {
   const mask_bounds_t band = scores.mask_bounds(i0, j0);
@@ -311,7 +312,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& s
     }
   };
   if constexpr (kHasTerms && kOwn > 4) {
-    // o takes the registers: one score at a time, by way of the stack.
+    // o occupies the registers: handle one score at a time, through the stack.
     float on_stack[kScores];
 #pragma unroll
     for (int n = 0; n < kScores; ++n) on_stack[n] = s[n];
@@ -340,9 +341,9 @@ __device__ __forceinline__ void put_largest(across_t& across,
   }
 }
 
-// The new maximum, which l follows at once and o by alpha; s becomes p = exp(s - m),
-// and joins l without loss (Kahan). Differences of scores come before any product, so
-// that any size of them is weighed alike.
+// Updates the maximum, l, and the factor alpha for o; s becomes p = exp(s - m), and is
+// added to l with Kahan compensation. Scores are subtracted before they are scaled, so
+// that large ones stay accurate.
 __device__ __forceinline__ void weigh(softmax_t& rows, float (&s)[kScores],
                                       float (&alpha)[kRows], const across_t& across,
                                       float to_log2) {
@@ -350,7 +351,8 @@ __device__ __forceinline__ void weigh(softmax_t& rows, float (&s)[kScores],
   for (int r = 0; r < kRows; ++r) {
     const float own = across.of[side()][row() + 8 * r];
     const float before = rows.m[r], m = fmaxf(before, fmaxf(own, across.other(r)));
-    // Infinities have no difference; a row that saw no key yet has weights of 0.
+    // inf - inf is NaN: avoid the difference. Before the first visible key, weights are
+    // 0.
     const float base = m == -infinity<float>() ? 0.f : m;
     alpha[r] = m == before ? 1.f : ptx::ex2_approx_ftz((before - base) * to_log2);
     rows.m[r] = m;
@@ -377,7 +379,7 @@ __device__ __forceinline__ void rescale(float (&o)[kOutputs],
   }
 }
 
-// Weights as 16 bits to shared memory, where both sides read them.
+// Stores the weights as 16 bits in shared memory, where both sides read them.
 __device__ __forceinline__ void put_weights(unsigned char* smem_p,
                                             const float (&p)[kScores]) {
 #pragma unroll
@@ -399,7 +401,7 @@ __device__ __forceinline__ void store_pair(out_t* to, float x, float y) {
   }
 }
 
-// out and lse of this thread's rows.
+// Stores out and lse of this thread's rows.
 __device__ __forceinline__ void store(out_t* out_rows, row_lse_t* lse,
                                       const tile_coord_t& at, const scores_t& scores,
                                       const params_t& params, const softmax_t& rows,
@@ -413,8 +415,8 @@ __device__ __forceinline__ void store(out_t* out_rows, row_lse_t* lse,
   for (int r = 0; r < kRows; ++r) {
     const index_t i = i_first + row() + 8 * r;
     if (i >= params.seqlen_q) continue;
-    // lse takes the whole of the product; l takes what a float of it leaves over, which
-    // above a million is less than a unit of lse.
+    // lse needs m * scale exactly; what does not fit into `high` goes into l. Beyond a
+    // million the rest is below one ulp of lse.
     const double m = rows.m[r] * scale;
     const maximum_t high =
         rows.l[r] == 0 ? -infinity<float>() : static_cast<maximum_t>(m);
@@ -429,7 +431,7 @@ __device__ __forceinline__ void store(out_t* out_rows, row_lse_t* lse,
 #pragma unroll
     for (int n = 2 * r; n < kOutputs; n += 4) {
       const int j = first_panel() * 64 + n / 4 * 8 + column();
-      // Whatever the sums of a row that sees nothing are.
+      // A row that sees no key gives 0, whatever its sums are.
       const float x = inverse == 0 ? 0.f : o[n] * inverse;
       const float y = inverse == 0 ? 0.f : o[n + 1] * inverse;
       if (as_pairs) {
@@ -442,8 +444,8 @@ __device__ __forceinline__ void store(out_t* out_rows, row_lse_t* lse,
   }
 }
 
-// Adds to the stored rows [i0, i_last) what they see of values of keys [first, last)
-// that are not finite. A number of out belongs to one thread.
+// Adds the nonfinite values that the stored rows [i0, i_last) see among keys [first,
+// last). Each number of out belongs to one thread.
 __device__ __forceinline__ void add_specials(out_t* out_rows, const elem_t* v_rows,
                                              const scores_t& scores,
                                              const params_t& params, index_t i0,
@@ -452,7 +454,7 @@ __device__ __forceinline__ void add_specials(out_t* out_rows, const elem_t* v_ro
   const index_t dim = params.head_dim_v;
 #pragma unroll 1
   for (index_t j0 = first; j0 < last; j0 += kWarpSize) {
-    // A lane looks through a key; then the warp goes through those that have some.
+    // Each lane checks one key; then the warp handles the keys with nonfinite values.
     bool special = false;
 #pragma unroll 1
     for (index_t n = 0; n < dim && j0 + lane() < last; ++n) {
@@ -502,8 +504,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const range_t keys = scores.keys_of(i0, min(i0 + kBlockM, params.seqlen_q));
-  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
-  // whatever the tile of queries it lies in.
+  // Tiles start at multiples of kBlockN, so that the order of summation of a row does
+  // not depend on its tile of queries.
   const index_t first = keys.first / kBlockN * kBlockN;
 
   const elem_t* const k_rows = at.at_kv(k, params.k);
@@ -547,7 +549,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
                            rows_from(j0), dim_v, aligned_v);
     ptx::commit_copies();
   };
-  // v of a tile is asked for after k of the next one.
+  // v of a tile is loaded after k of the next one, so k is the older of two groups.
   auto wait_for_k = [&] {
     ptx::wait_copy_groups<1>();
     ptx::fence_proxy_async();
@@ -571,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     ptx::commit_copies();
     ptx::wait_copy_groups<0>();
     ptx::fence_proxy_async();
-    __syncthreads();  // q is complete, and the barriers are there
+    __syncthreads();  // q has arrived and the barriers are initialized
   }
 
   const unsigned long long q_tile = descriptor(shared_address(smem), 16);
@@ -581,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
       descriptor(shared_address(smem_v) + first_panel() * kPanel, kPanel);
   const tile_t<kBlockN> p_tile(shared_address(smem_p), warp_row() + lane() % 16,
                                lane() / 16);
-  // Scores times to_log2 are exponents of 2.
+  // to_log2 converts scores to exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale;
   const float to_log2 = static_cast<float>(scale * kLog2e);
 
@@ -591,41 +593,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     load_k(first);
-    if constexpr (!kMapped) ptx::commit_copies();  // in place of v of a tile before
+    if constexpr (!kMapped)
+      ptx::commit_copies();  // stands for the v of an earlier tile
     rows = softmax_t();
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) o[n] = 0;
     weights_t p;
-    // The first products with v are those of no tile.
+    // The first product with v belongs to no tile: multiply zeros.
     clear<(kPanelsV + 1) * kPanel>(smem_v);  // and p
     ptx::fence_proxy_async();
     __syncthreads();
     auto clean = [&] {
-      __syncthreads();  // v is complete
+      __syncthreads();  // v has arrived
       special |= clean_values(smem_v);
       ptx::fence_proxy_async();
-      __syncthreads();  // all have cleaned their part
+      __syncthreads();  // all warps have scrubbed their part
     };
 #pragma unroll 1
     for (index_t j0 = first; j0 < keys.last; j0 += kBlockN) {
       float s[kScores], alpha[kRows];
       wait_for_k();
       multiply_qk(s, q_tile, k_tile);
-      // Products with v of the tile before run beside the softmax of this one.
+      // p v of the previous tile overlaps with the softmax of this one.
       if (j0 > first) wait_for_v();
       if (careful) clean();
       start_pv(o, p, p_tile, v_tile);
       if constexpr (!kOverlaps) end_pv(o, p);
       score_mod(s, scores, i0, j0);
       put_largest(across, s);
-      __syncthreads();  // all have read k and p; the maxima of both sides are there
+      __syncthreads();  // all warps have read k and p; the maxima of both sides are
+                        // stored
       release_k();
       load_k(j0 + kBlockN);
       weigh(rows, s, alpha, across, to_log2);
       put_weights(smem_p, s);
       if constexpr (kOverlaps) end_pv(o, p);
       rescale(o, alpha);
-      __syncthreads();  // all have read v; p is complete
+      __syncthreads();  // all warps have read v; p is complete
       release_v();
       load_v(j0);
     }
@@ -644,18 +648,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
       l += shuffle_xor(l, 2);
       across.put(r, l);
     }
-    __syncthreads();  // the sums of both sides are there
+    __syncthreads();  // the sums of both sides are stored
 #pragma unroll
     for (int r = 0; r < kRows; ++r) rows.l[r] += across.other(r);
     if (careful) break;
-    // Values of keys that a row does not see may have come in as 0 * NaN.
+    // Hidden keys may have contributed 0 * NaN.
     float odd = 0;
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) odd = fmaf(o[n], 0, odd);
     if (!__syncthreads_or(odd != 0)) break;
   }
 
-  // Looked up again: in the loop there are no registers for it.
+  // Recomputed, because it did not fit into registers during the loop.
   index_t block = block_index();
   ptx::launder(block);
   const tile_coord_t here(params, block, num_tiles);
@@ -663,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   out_t* const out_rows = here.at(out, params.out);
   const index_t i_first = (num_tiles - 1 - here.tile) * kBlockM;
   store(out_rows, lse, here, rows_of, params, rows, o, i_first, scale);
-  if (__syncthreads_or(special)) {  // and all rows are stored
+  if (__syncthreads_or(special)) {  // also: all rows are stored
     add_specials(out_rows, here.at_kv(v, params.v), rows_of, params, i_first,
                  min(i_first + kBlockM, params.seqlen_q), first, keys.last);
   }

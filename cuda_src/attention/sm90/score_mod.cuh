@@ -55,7 +55,7 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row, float (&s)[k
 
 // --- key terms: bias and mask per key of a tile
 
-// Their slots in shared memory. A single warpgroup has more stages of keys than slots.
+// Their slots in shared memory. A single warpgroup needs it for more stages of keys.
 // A bias that is added after the products shares the barriers of its tile of k, which
 // saves a wait and an arrival per step.
 constexpr bool kHasKeyRing = kTermsOfKeys && !kBiasBehind;

@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma: gradients on tensor cores that work for a warp (mma.sync).
+// attention_vjp_mma: dq, dk and dv by warp-level tensor core products (mma.sync).
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A block owns a tile of
-//            keys and walks over blocks of queries, its scores transposed:
+//            keys and loops over blocks of queries, with transposed scores:
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q,  dq += dS^T k
-// Grid       1-D, a block a tile of keys of a kept entry; in sections of entries whose
-//            queries stay in the L2 cache, first tiles first, since causal ones are
-//            longest
+// Grid       1-D, one block per tile of keys of a kept entry. Entries form sections
+//            whose queries fit into the L2 cache; first tiles first, since causal ones
+//            are longest
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once
 //            q, dO    kBlockM x kHeadDim   shared, kStages of each
 //            dS       kBlockN x kBlockM    shared; P too, if kWarpsM > 1
 //            S, dP    a warp has 16 kKeyTiles keys and kBlockM / kWarpsM queries
 //            dk, dv   a warp has the same keys and kHeadDim / kWarpsM columns. With
-//                     kWarpsM = 1 P and dS come out of one product in the registers
-//                     that the next one reads
+//                     kWarpsM = 1, accumulators of P and dS are, in the same registers,
+//                     the A operand of the next product
 //            dq       a warp has 32 queries and some columns
-// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2, by cp.async; dq is added to sums of floats, by red
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
+//            L2, by cp.async; dq is added to float sums by red
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of sums in dq differs from run to run; without
-//            kMakesDq dk and dv alone are made, and have the same bits always
-// Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
-//            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
-//            does not see come through as NaN, and so does a dS too large for elem_t:
-//            found->nonfinite says that the gradients have to be made in another way
+//            products. The order of the sums of dq varies from run to run; dk and dv
+//            always have the same bits, and are the only results without kMakesDq
+// Limits     head_dim and head_dim_v up to kHeadDim, padded with zeros; fewer than 2^29
+//            queries and keys; sm_80 or newer. Infinities and NaN that a query does not
+//            see still turn into NaN, as does a dS too large for elem_t:
+//            found->nonfinite then asks for another kernel
 #include "attention/sm80/backward_rescan.cuh"
 #include "attention/sm80/backward_dq_sums.cuh"
 #include "ptx/registers.cuh"
@@ -32,7 +32,7 @@
 #if !defined(WARPS_M) || !defined(STAGES) || !defined(MAKES_DQ)
 #error "WARPS_M, STAGES and MAKES_DQ come from the host"
 #endif
-// Else backward_dq.cu makes dq, with the same bits in every run.
+// Otherwise backward_dq.cu computes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr int kStages = STAGES;
@@ -40,7 +40,7 @@ constexpr bool kSharesP = kWarpsM > 1;
 static_assert(kSumWarps == kNumWarps && kWarpsM * kWarpsN == kNumWarps);
 static_assert(kStages == 1 || kStages == 2);
 
-// Accumulators of a warp: 16 keys by 8 queries, and by 8 columns.
+// Accumulators per warp: 16 keys by 8 queries, and by 8 columns.
 constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);
 constexpr int kQueryTiles = kBlockM / (8 * kWarpsM);
 constexpr int kColTiles = kHeadDim / (8 * kWarpsM);
@@ -49,17 +49,17 @@ static_assert(kKeyTiles * 16 * kWarpsN == kBlockN && kQueryTiles % 2 == 0);
 constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDim * 2;
 constexpr unsigned kBytesDs = kBlockN * kBlockM * 2, kBytesStats = 2 * kBlockM * 4;
 
-// Mirrored by SCHEDULE in _attention/gpu/sm80/backward.py, field by field.
+// SCHEDULE of _attention/gpu/sm80/backward.py is the same struct on the host.
 struct schedule_t {
-  index_t section;           // kept entries whose q, dO and dq stay in the L2 cache
-  index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
+  index_t section;           // kept entries whose q, dO and dq fit into L2 together
+  index_t slot[kBatchDims];  // distance in slots of dq between entries of an axis
 };
 
-// What all threads are told of a block's keys, and of an entry. They have no registers
-// for it.
+// What all threads need of a block's keys and of an entry; in shared memory for lack of
+// registers.
 struct view_t {
-  index_t kept, entry;     // the kept entry, and its first one among all
-  int first_key;           // -1: the grid is rounded up, there are none
+  index_t kept, entry;     // the kept entry, and its first entry of all
+  int first_key;           // -1: none, the grid is rounded up
   const elem_t *q, *dout;  // query 0
   const float* stats;
   float* sums;
@@ -83,14 +83,14 @@ struct view_t {
   }
 };
 
-// This warp's first key, of the tile.
+// This warp's first key within the tile.
 __device__ __forceinline__ int key_0() {
   return warp_index() / kWarpsM * (16 * kKeyTiles);
 }
-// Its part of a block of queries, or of columns.
+// This warp's part of a block of queries, or of columns.
 __device__ __forceinline__ int part() { return warp_index() % kWarpsM; }
 
-// In the order of their places.
+// In memory order.
 struct smem_t {
   unsigned char *k, *v, *q, *dout, *ds, *p, *stats;
 
@@ -105,7 +105,7 @@ struct smem_t {
   }
 };
 
-// A tile of keys, and the walk over blocks of queries.
+// A tile of keys, and the loop over blocks of queries.
 struct backward_t {
   using scores_frag_t = frag_t<kKeyTiles, kQueryTiles>;
   using sums_t = frag_t<kKeyTiles, kColTiles>;
@@ -125,7 +125,7 @@ struct backward_t {
 
   // --- loads -------------------------------------------------------------------------
 
-  // The tile of keys at j0, of which the first `num_keys` of all are read.
+  // Loads the tile of keys at j0; keys from `num_keys` on are not read.
   __device__ __forceinline__ void load_kv(const elem_t* k, const elem_t* v, int j0,
                                           index_t num_keys) const {
     const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
@@ -142,7 +142,7 @@ struct backward_t {
                                  tile_t<kHeadDim>::offset);
   }
 
-  // One thread tells all others of an entry.
+  // One thread stores what all threads need of an entry.
   __device__ __forceinline__ void set_entry(const tile_coord_t& at,
                                             const scores_t& scores, const elem_t* q,
                                             const elem_t* dout, const float* stats,
@@ -196,7 +196,7 @@ struct backward_t {
     ptx::commit_copies();
   }
 
-  // What is not finite becomes 0, once more with care (backward_rescan.cuh).
+  // Zeroes nonfinite numbers, in the second pass (backward_rescan.cuh).
   __device__ __forceinline__ void clean_block(const scores_t& scores, int i0) const {
     const unsigned stage = stage_of(i0);
     clear_rows(bad.queries);
@@ -205,7 +205,7 @@ struct backward_t {
     clean_tile<kBlockN>(smem.v, bad.keys);
     clean_tile<kBlockM>(smem.q + stage * kBytesM, bad.queries);
     clean_tile<kBlockM>(smem.dout + stage * kBytesM, bad.queries);
-    __syncthreads();  // the tiles are clean
+    __syncthreads();  // the tiles are scrubbed
     if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
       found->still_nonfinite = 1;
     }
@@ -213,7 +213,7 @@ struct backward_t {
 
   // --- scores ------------------------------------------------------------------------
 
-  // Products become P and dS.
+  // Turns products into P and dS.
   __device__ __forceinline__ void weigh(scores_frag_t& s, scores_frag_t& dp,
                                         const scores_t& scores, const float* lse,
                                         int i0, bool is_shown) const {
@@ -224,7 +224,7 @@ struct backward_t {
     auto finish = [&](auto sees, auto is_shown) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
-        if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
+        if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
         const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
         const float2 delta_n =
             *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
@@ -250,7 +250,7 @@ struct backward_t {
     }
   }
 
-  // dS, and P where warps share it, for products of other warps.
+  // Stores dS, and P where warps share it, for products of other warps.
   __device__ __forceinline__ void share_weights(const scores_frag_t& s,
                                                 const scores_frag_t& dp) const {
     const auto ds_rows =
@@ -276,8 +276,8 @@ struct backward_t {
 
   // --- gradients ---------------------------------------------------------------------
 
-  // dv += P dO, dk += dS q of the block at i0. With one stage, what comes next takes
-  // the place of what was read last, while products go on.
+  // dv += P dO, dk += dS q for the block at i0. With one stage, the next loads replace
+  // what was read last while products continue.
   __device__ __forceinline__ void add_dk_dv(sums_t& sums_k, sums_t& sums_v,
                                             const scores_frag_t& s,
                                             const scores_frag_t& dp, int i0,
@@ -286,7 +286,7 @@ struct backward_t {
     const unsigned stage_dout = shared_address(smem.dout) + stage_of(i0) * kBytesM;
     auto load_next = [&](auto load) {
       if constexpr (kStages == 1) {
-        __syncthreads();  // all have read what was there
+        __syncthreads();  // all warps have read the old contents
         load(i0 + tiles.distance);
         ptx::commit_copies();
       }
@@ -323,7 +323,7 @@ struct backward_t {
     load_next(next_q);
   }
 
-  // dq += dS^T k, as many columns at once as there are registers for.
+  // dq += dS^T k, as many columns at a time as registers allow.
   __device__ __forceinline__ void add_dq(int i0) const {
     constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
 #pragma unroll 1
@@ -355,7 +355,7 @@ struct backward_t {
     }
   }
 
-  // The walk over the queries of an entry.
+  // Loops over the queries of an entry.
   __device__ __forceinline__ void attend(sums_t& sums_k, sums_t& sums_v,
                                          const scores_t& scores) const {
     auto shown = [&](int i) {
@@ -375,7 +375,7 @@ struct backward_t {
       const float* const lse =
           reinterpret_cast<const float*>(smem.stats + stage * kBytesStats);
       ptx::wait_copy_groups<0>();
-      // This block is complete; all have read the one before, and dS.
+      // This block has arrived; all warps have read the previous one, and dS.
       __syncthreads();
       if constexpr (kCareful) clean_block(scores, i0);
       if constexpr (kStages == 2) load_block(i0 + tiles.distance);
@@ -431,14 +431,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       params, grads, smem_t(smem), view, bad, found, differentiate_t(params, found)};
   index_t number = block_index();
   do {
-    if (kCareful) __syncthreads();  // all are done with the work tile before
+    if (kCareful) __syncthreads();  // all warps have finished the previous work tile
     if (threadIdx.x == 0) view.set_work_tile(number, grads, schedule, params);
     __syncthreads();  // the view is complete
     if (view.first_key < 0) return;
     if constexpr (kCareful) clear_rows(bad.keys);
     {
       const int j0 = view.first_key;
-      // Padding behind all lengths is not even read.
+      // Padding past all lengths is not even read.
       index_t num_keys = params.seqlen_k;
       if constexpr (kHasKeyLengths) {
         num_keys = 0;
@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
       const tile_coord_t at = grads.entry(params, view.entry, summed_index);
       const scores_t scores(at, SCORE_ARGUMENTS);
-      __syncthreads();  // all have read the blocks of the entry before
+      __syncthreads();  // all warps have read the blocks of the previous entry
       if (threadIdx.x == 0) {
         block.set_entry(at, scores, q, dout, stats, sums_q, schedule);
       }

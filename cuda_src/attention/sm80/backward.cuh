@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// What the gradient kernels by mma.sync share: tiles, factors, from products to P and
-// dS, and what lies between them in memory.
+// Shared by the gradient kernels by mma.sync: tiles, factors, P and dS from products,
+// and the arrays that one kernel leaves for the next.
 //
-// stats  (entries, blocks of queries, 2, kBlockM)  float: lse in units of log2, delta
-// sums   (slots, blocks of queries, kBlockM * kHeadDim)  float: dq before its factor,
-//        in the order of registers: by tile of 16 x 8, the four numbers of each lane.
-//        A slot is a head of dq; batch entries that share q add to one
+// stats  (entries, blocks of queries, 2, kBlockM)  float: lse in log2, and delta
+// sums   (slots, blocks of queries, kBlockM * kHeadDim)  float: dq before scaling, in
+//        register order: by tile of 16 x 8, the four numbers of each lane. A slot is a
+//        head of dq; batch entries that share q add to the same slot
 #pragma once
 
 #include "attention/score/shown_tiles.cuh"
@@ -18,29 +18,28 @@
 #error "HEAD_DIM, BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
 #endif
 
-// The dimension as it is computed with, of q, k, v and dO; zeros fill up.
+// Head dimension of q, k, v and dO rounded up; zeros pad.
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;  // queries and keys of a tile
 constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 
-// Whether scores are finished one by one before the exponential; else that scales.
+// Whether scores are finished one by one before the exponential, which otherwise
+// scales.
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
-// Whether tiles of which all is seen have code of their own: it takes registers.
+// Whether fully visible tiles get a loop of their own; it needs registers.
 constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 
-// What the kernels of one call tell those after them. Starts as zeros.
+// What the kernels of a call report to later ones. Starts as zeros.
 struct found_t {
-  int nonfinite;        // not 0: a gradient is not finite, or was too large for elem_t
-  unsigned largest;     // dO, without sign, as the bits of a float
-  int still_nonfinite;  // not 0: so it is without what nobody sees
-                        // (backward_rescan.cuh)
+  int nonfinite;        // nonzero: a gradient is not finite, or overflows elem_t
+  unsigned largest;     // max |dO|, as the bits of a float
+  int still_nonfinite;  // the same after scrubbing (backward_rescan.cuh)
   int unused;
 };
 
-// Which pairs see each other, by their numbers: as mask_bounds_t for the tile of query
-// 0.
+// Which pairs see each other by position: as mask_bounds_t for the tile of query 0.
 struct seen_t {
   int low, high, num_queries, num_keys;
 
@@ -49,14 +48,14 @@ struct seen_t {
         high(bounds.high),
         num_queries(bounds.num_queries),
         num_keys(bounds.num_keys) {}
-  // The tile of query i0 and, counted from the same key, key j0.
+  // The tile of query i0 and key j0, which counts from the same key.
   __device__ __forceinline__ mask_bounds_t at(int i0, int j0) const {
     return {low + i0 - j0, high + i0 - j0, num_queries - i0, num_keys - j0};
   }
 };
 
-// q.k and dP become P and dS, both times their factors, both 0 where `sees` is false.
-// `to_log2` makes products exponents of 2.
+// Turns q.k and dP into P and dS, both times their factors, and both 0 where `sees` is
+// false. `to_log2` converts products to exponents of 2.
 struct differentiate_t {
   float to_log2, factor;
 
@@ -65,8 +64,8 @@ struct differentiate_t {
       : to_log2(static_cast<float>((kHasTerms ? 1.0 : params.scale) * kLog2e)),
         factor(factor_of(found)) {}
 
-  // P, and the derivative of the score by scale * q.k. With kShown the mask function
-  // shows the key for sure.
+  // P, and the derivative of the score with respect to scale * q.k. With kShown the
+  // mask function is known to show the key.
   template <bool kShown = false>
   __device__ __forceinline__ float weigh(float s, bool sees, const scores_t& scores,
                                          index_t i, index_t j, float lse,
@@ -94,8 +93,8 @@ struct differentiate_t {
 
 // --- products of tiles ---------------------------------------------------------------
 
-// kRows x kCols accumulators of 16 x 8. Number e of one stands in row
-// e / 2 * 8 + lane / 4 and column lane % 4 * 2 + e % 2.
+// kRows x kCols accumulators of 16 x 8. Number e of one is in row e / 2 * 8 + lane / 4
+// and column lane % 4 * 2 + e % 2.
 template <int kRows, int kCols> using frag_t = float[kRows][kCols][4];
 
 template <int kRows, int kCols>
@@ -110,8 +109,8 @@ __device__ __forceinline__ void clear(float (&x)[kRows][kCols][4]) {
   }
 }
 
-// Computed anew at each use, and so is what follows from them: kept from step to step,
-// the addresses of all tiles would take the registers.
+// Recomputed at each use, with all that depends on it: the addresses of all tiles would
+// otherwise occupy registers throughout.
 __device__ __forceinline__ int thread_index() {
   unsigned index = threadIdx.x;
   ptx::launder(index);
@@ -120,10 +119,10 @@ __device__ __forceinline__ int thread_index() {
 __device__ __forceinline__ int lane_index() { return thread_index() % kWarpSize; }
 __device__ __forceinline__ int warp_index() { return thread_index() / kWarpSize; }
 
-// Where this lane's addresses start in a tile, for rows from `row` on and columns from
-// 8 `chunk` on. left: the A operand of a product. right: the B operand, if its rows are
-// the columns of the result. summed: the B operand, if its rows are summed over.
-// left_trans: the A operand, if its rows are summed over.
+// A lane's base addresses in a tile, for rows from `row` on and columns from 8 `chunk`
+// on. left: the A operand. right: the B operand, if its rows are the columns of the
+// result. summed: the B operand, if its rows are summed over. left_trans: the A
+// operand, if its rows are summed over.
 template <int kDim>
 __device__ __forceinline__ tile_t<kDim> left(unsigned tile, int row, int chunk = 0) {
   const int lane = lane_index();
@@ -143,7 +142,7 @@ __device__ __forceinline__ tile_t<kDim> left_trans(unsigned tile, int row,
                                                    int chunk = 0) {
   return right<kDim>(tile, row, chunk);
 }
-// Where it stores the first number of an accumulator's row.
+// The address where a lane stores the first number of an accumulator's row.
 template <int kDim>
 __device__ __forceinline__ tile_t<kDim> stored(unsigned tile, int row, int chunk = 0) {
   return {tile, row + lane_index() / 4, chunk};
@@ -196,7 +195,7 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kRows][kCols][4],
   }
 }
 
-// The accumulators of two tiles side by side, as 16 columns of an A operand.
+// Accumulators of two adjacent tiles, as 16 columns of an A operand.
 template <int kRows, int kCols>
 __device__ __forceinline__ void as_operand(unsigned (&x)[kRows][4],
                                            const float (&s)[kRows][kCols][4],
@@ -211,9 +210,9 @@ __device__ __forceinline__ void as_operand(unsigned (&x)[kRows][4],
   }
 }
 
-// Writes sums * factor to rows [0, num_rows) and columns [0, dim) of a gradient.
-// `row_0` and `column_0` are this warp's. Returns NaN if one was not finite, or is not
-// in 16 bits, else 0.
+// Stores sums * factor to rows [0, num_rows) and columns [0, dim) of a gradient.
+// `row_0` and `column_0` are this warp's. Returns NaN if a number is not finite, or
+// does not fit into 16 bits, else 0.
 template <int kRows, int kCols>
 __device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
                                             index_t col_step,

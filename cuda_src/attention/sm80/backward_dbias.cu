@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_bias: dbias by mma.sync. A block makes one tile of it, from all
-// scores that it is added to.
+// attention_vjp_mma_bias: dbias by mma.sync. A block computes one tile of it, from all
+// the scores that share it.
 //
 // Algorithm  dbias = sum of dS,  S = q k^T,  P = exp(scale S + bias - lse),
 //            dP = dO v^T,  dS = P (dP - delta), over the entries that share the bias,
 //            and over queries (SUM_QUERIES) or keys (SUM_KEYS) where all share it
-// Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
+// Grid       1-D, one block per entry of the bias and tile of queries and keys, without
 //            the axis that is summed
 // Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
 //            S, dP, sums   registers; a warp has 32 x 32
 // Memory     global: four tiles for each tile of scores, mostly from L2; each element
-//            of dbias once
-// Numbers    S, P, dP and sums in float, in one order: the same bits in every run
+// Memory     global: four tiles per tile of scores, mostly from L2; each element of
+//            dbias once
+// Numbers    S, P, dP and sums in float, in a fixed order: the same bits in every run
 // Limits     as attention_vjp_mma
 #include "attention/sm80/backward.cuh"
 #include "ptx/registers.cuh"
@@ -25,22 +26,22 @@ constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
 static_assert(!(kSumQueries && kSumKeys));
 static_assert(kBlockM == 32 * kWarpsM && kBlockN == 32 * kWarpsN);
 static_assert(kStages == 1 || kStages == 2);
-// Tiles of 16 x 8 of a warp, and rows and columns of a lane.
+// Tiles of 16 x 8 per warp; rows and columns per lane.
 constexpr int kRowTiles = 2, kKeyTiles = 4, kRows = 2 * kRowTiles,
               kCols = 2 * kKeyTiles;
 constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
-constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
+constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // per stage
 
-// Where a bias is all that a score has, tiles of which all is seen have code of their
-// own, and addresses of the bias a base: with other options both take registers.
+// If the bias is the only option, fully visible tiles get a loop of their own and the
+// bias a base address; with other options both would take too many registers.
 static_assert(kHasBias);
 
-// A tile of scores that is added to that of the block.
+// A tile of scores that contributes to the tile of the block.
 struct work_tile_t {
   tile_coord_t at;
-  int i0, j0;  // its corner
+  int i0, j0;  // first query and key
 };
-// The next of them, in order; those of which no query sees a key are left out.
+// The next ones, in order, without those in which no query sees a key.
 struct list_t {
   work_tile_t work[kWarpSize];
   int count;
@@ -51,7 +52,7 @@ struct alignas(2 * sizeof(grad_t)) pair_of_grads_t {
   grad_t x, y;
 };
 
-// Writes two sums side by side.
+// Stores two adjacent sums.
 __device__ __forceinline__ void store_pair(grad_t* target, index_t col_step, float x,
                                            float y, int columns_left) {
   const pair_of_grads_t pair = {to<grad_t>(x), to<grad_t>(y)};
@@ -74,7 +75,7 @@ __device__ __forceinline__ int column_of(int c) {
 }
 
 using tile_frag_t = frag_t<kRowTiles, kKeyTiles>;
-using stats_tile_t = float[2][2][kBlockM];  // of two work tiles: lse and delta
+using stats_tile_t = float[2][2][kBlockM];  // lse and delta of two work tiles
 
 struct dbias_t {
   const params_t& params;
@@ -97,7 +98,7 @@ struct dbias_t {
         tile_t<kHeadDim>::offset);
   }
 
-  // Work tile n of the list.
+  // Loads work tile n of the list.
   __device__ __forceinline__ void load(int n, const elem_t* q, const elem_t* k,
                                        const elem_t* v, const elem_t* dout,
                                        const float* stats, index_t stats_m) const {
@@ -143,7 +144,7 @@ struct dbias_t {
                     right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
   }
 
-  // sums += dS of work tile n.
+  // Adds dS of work tile n to the sums.
   __device__ __forceinline__ void add(tile_frag_t& sums, const tile_frag_t& s,
                                       const tile_frag_t& dp, const scores_t& scores,
                                       int n) const {
@@ -158,7 +159,7 @@ struct dbias_t {
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
           const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
-          // Of what scores will load.
+          // Do not prefetch other scores.
           if constexpr (!kAddsBiasAlone) ptx::compiler_fence();
           if (!sees(i, j)) continue;
           float x;
@@ -187,7 +188,7 @@ struct dbias_t {
 
   static constexpr float kUnfactor = 1 / kFactorP;
 
-  // The tile as it is.
+  // Stores the tile itself.
   __device__ __forceinline__ void store_tile(grad_t* target, const tile_frag_t& sums,
                                              int first_i, int first_j, int rows_left,
                                              int columns_left) const {
@@ -205,11 +206,12 @@ struct dbias_t {
     }
   }
 
-  // Of each row, or each column, the sum over the lanes that share it, then over warps.
+  // Stores the sum of each row, or column: over the lanes that share it, then over
+  // warps.
   __device__ __forceinline__ void store_line(grad_t* target, const tile_frag_t& sums,
                                              int first_i, int first_j, int rows_left,
                                              int columns_left) const {
-    __syncthreads();  // all have read the tiles
+    __syncthreads();  // all warps have read the tiles
     float* const of_warps = reinterpret_cast<float*>(smem);
     constexpr int kOwn = kSumQueries ? kBlockN : kBlockM;
     constexpr int kOthers = kSumQueries ? kWarpsM : kWarpsN;
@@ -229,7 +231,7 @@ struct dbias_t {
       }
       of_warps[other * kOwn + (kSumQueries ? column_of(own) : row_of(own))] = sum;
     }
-    __syncthreads();  // the sums of all warps are there
+    __syncthreads();  // the sums of all warps are stored
     for (int n = threadIdx.x; n < (kSumQueries ? columns_left : rows_left);
          n += kNumThreads) {
       float sum = 0;
@@ -249,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
         const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
         const float* __restrict__ stats,  // backward.cuh
-        const index_t stats_m,            // queries of a block of stats
+        const index_t stats_m,            // queries per block of stats
         grad_t* __restrict__ dbias,       // as the bias, summed over entries
         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -268,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int first_j = static_cast<int>(tile - row_tile * key_tiles) * kBlockN;
   const auto kept = locate(grads.kept, kept_index);
 
-  // Lists work tiles, of which `next` is the first that was not looked at; by one warp.
+  // Lists work tiles; `next` is the first one not yet considered. Run by one warp.
   const index_t walk = kSumQueries ? all_row_tiles : kSumKeys ? all_key_tiles : 1;
   const index_t num_tiles = grads.num_summed * walk;
   index_t next = 0;
@@ -306,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   clear(sums);
   bool is_last;
   do {
-    __syncthreads();  // all have read the tiles and the list before
+    __syncthreads();  // all warps have read the tiles and the previous list
     if (threadIdx.x < kWarpSize) make_list();
     __syncthreads();  // the list is complete
     const int count = list.count;
@@ -315,11 +317,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this work tile is complete; all have read the one before
+      __syncthreads();  // this work tile has arrived; all warps have read the previous
+                        // one
       if constexpr (kStages == 2) load(n + 1);
       tile_frag_t s, dp;
       block.multiply(s, dp, n);
-      if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
+      if constexpr (kStages == 1) __syncthreads();  // all warps have read the tiles
       if constexpr (kStages == 1) load(n + 1);
       block.add(sums, s, dp, scores_t(list.work[n].at, SCORE_ARGUMENTS), n);
     }

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_mma_queries: dq with the same bits in every run, by mma.sync.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the part of a tile of
 //            queries, over tiles of keys from first to last:
 //                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
 //                dq += dS k
-//            P and dS come out of one product in the registers that the next one reads.
-//            attention_vjp_mma makes dk and dv without dq beside it
-// Grid       1-D, a block a tile of queries of a kept entry; last tiles first, since
-//            causal ones are longest
-// Tiles      q, dO    kBlockM x kHeadDim   shared, loaded once an entry
+//            P and dS are accumulators of one product and, in the same registers, the A
+//            operand of the next. attention_vjp_mma, without dq, computes dk and dv
+// Grid       1-D, one block per tile of queries of a kept entry; last tiles first,
+//            since causal ones are longest
+// Tiles      q, dO    kBlockM x kHeadDim   shared, loaded once per entry
 //            k, v     kBlockN x kHeadDim   shared, kStages of each
 //            S, dP, dq  a warp has 16 queries
-// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
+//            L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_mma
 #include "attention/sm80/backward_rescan.cuh"
@@ -27,7 +28,7 @@ static_assert(kBlockM == 16 * kNumWarps && (kStages == 1 || kStages == 2));
 constexpr int kKeyTiles = kBlockN / 8;
 constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDim * 2;
 
-// What all threads are told of an entry. They have no registers for it.
+// What all threads need of an entry; in shared memory for lack of registers.
 struct view_t {
   const elem_t *k, *v;  // key 0
   int first, last;      // keys
@@ -35,7 +36,7 @@ struct view_t {
   seen_t seen;
 };
 
-// The first of this lane's two queries, of the tile.
+// The first of this lane's two queries, within the tile.
 __device__ __forceinline__ int row() { return warp_index() * 16 + lane_index() / 4; }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const scores_t scores(at, SCORE_ARGUMENTS);
       const int num_rows =
           static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
-      __syncthreads();  // all have read the tiles of the entry before
+      __syncthreads();  // all warps have read the tiles of the previous entry
       if (threadIdx.x == 0) {
         const range_t keys = scores.keys_of(i0, i0 + num_rows);
         view.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const unsigned stage_k = shared_address(smem_k) + stage * kBytesN;
         const unsigned stage_v = shared_address(smem_v) + stage * kBytesN;
         ptx::wait_copy_groups<0>();
-        __syncthreads();  // this tile is complete; all have read the one before
+        __syncthreads();  // this tile has arrived; the previous one has been read
         if constexpr (kCareful) {
           if (j0 == (kHasMaskFunction ? first : view.first)) clear_rows(bad.queries);
           clear_rows(bad.keys);
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           clean_tile<kBlockM>(smem_dout, bad.queries);
           clean_tile<kBlockN>(smem_k + stage * kBytesN, bad.keys);
           clean_tile<kBlockN>(smem_v + stage * kBytesN, bad.keys);
-          __syncthreads();  // the tiles are clean
+          __syncthreads();  // the tiles are scrubbed
           if (sees_bad_rows(bad, view.seen.at(0, j0), scores, i0, j0)) {
             found->still_nonfinite = 1;
           }
@@ -171,8 +172,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         auto finish = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kKeyTiles; ++n) {
-            if constexpr (kHasTerms)
-              ptx::compiler_fence();  // of what columns will load
+            if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const int i = first_row + e / 2 * 8, j = first_column + 8 * n + e % 2;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             sums, [&](unsigned (&x)[1][4], int step) { as_operand(x, dp, step); },
             summed<kHeadDim>(stage_k, 0));
         if constexpr (kStages == 1) {
-          __syncthreads();  // all have read the tile
+          __syncthreads();  // all warps have read the tile
           load_keys(j0 + tiles.distance);
         }
       }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Sums of dq in the order of registers: tiles of 16 x 8, by the warp that makes them.
+// Sums of dq in register order: tiles of 16 x 8, grouped by the warp that computes
+// them.
 #pragma once
 
 #include "attention/sm80/backward.cuh"
@@ -9,14 +10,13 @@
 #error "NUM_WARPS comes from the host"
 #endif
 
-// Warps of the kernel that adds, and the part of a block of queries that one makes: 32
-// rows.
+// Warps of the kernel that adds; each computes 32 rows of a block of queries.
 constexpr int kSumWarps = NUM_WARPS;
 constexpr int kRowWarps = kBlockM / 32, kColWarps = kSumWarps / kRowWarps;
 constexpr int kColTilesQ = kHeadDim / (8 * kColWarps);
 static_assert(kRowWarps * kColWarps == kSumWarps && kColTilesQ % 2 == 0);
 
-// Where tile `n` of all (warp, 16 rows, 8 columns) stands in a block of queries.
+// Row of tile `n`, counted over (warp, 16 rows, 8 columns), in a block of queries.
 __device__ __forceinline__ int row_of_sums(int n) {
   return n / (2 * kColTilesQ) / kColWarps * 32 + n / kColTilesQ % 2 * 16;
 }
@@ -24,8 +24,8 @@ __device__ __forceinline__ int column_of_sums(int n) {
   return (n / (2 * kColTilesQ) % kColWarps * kColTilesQ + n % kColTilesQ) * 8;
 }
 
-// Before sm_90 floats are added one by one, and those of neighbouring lanes lie side by
-// side.
+// Before sm_90, floats are added one by one, and those of neighbouring lanes are
+// adjacent.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr bool kByFour = true;
 #else
@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_to_sums(float* tile, int lane,
 #endif
 }
 
-// Rows r and r + 8 of a tile.
+// Loads rows r and r + 8 of a tile.
 __device__ __forceinline__ void load_rows_of_sums(float (&x)[2][8], const float* tile,
                                                   int r) {
   const float4* const from = reinterpret_cast<const float4*>(tile);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_dq: dq from what attention_vjp_mma has summed.
+// attention_vjp_mma_dq: dq from the sums of attention_vjp_mma.
 //
-// Algorithm  dq = factor * sums, from the order of registers to rows
-// Grid       1-D, a block a block of queries of a slot
+// Algorithm  dq = factor * sums, reordered from register layout to rows
+// Grid       1-D, one block per block of queries of a slot
 // Memory     global: sums and dq once
 // Numbers    float, rounded once
 // Limits     none
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
   const int dim = static_cast<int>(params.head_dim);
   const bool aligned = has_aligned_rows(target, row_step, dim);
   float nonfinite = 0;
-  // A thread takes 8 columns of rows r and r + 8 of a tile: what four lanes had.
+  // A thread takes 8 columns of rows r and r + 8 of a tile: the numbers of four lanes.
   for (int n = threadIdx.x; n < kBlockM * kHeadDim / 16; n += kNumThreads) {
     const int tile = n / 8, r = n % 8;
     float x[2][8];

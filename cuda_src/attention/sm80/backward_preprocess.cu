@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_rows: what the gradient kernels by mma.sync need to know of each
-// query, and zeros for them to add to.
+// attention_vjp_mma_rows: statistics of each query for the gradient kernels by
+// mma.sync, and zeros for their sums.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|;
 //            with sinks the row's part of their gradient, -exp(sink - lse_i) delta_i
-// Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
-// Memory     global: dO and out once, sums written once; a few numbers a query
-// Numbers    in float. Where out is 0 the product is 0, as in
-// attention/simt/backward_preprocess.cu Limits     head_dim_v up to kHeadDim
+// Grid       1-D; kHeadDim / 8 threads per query
+// Memory     global: dO and out once, sums written once; a few numbers per query
+// Numbers    float. Where out is 0 the product is 0, as in
+//            attention/simt/backward_preprocess.cu
+// Limits     head_dim_v up to kHeadDim
 #include "attention/sm80/backward.cuh"
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
 
   sum = warp_reduce<kRowThreads>(sum, [](float a, float b) { return a + b; });
-  // What flows into a row that sees no key, or is none, counts nothing: its out is 0.
+  // Gradients of a row that sees no key, or does not exist, do not count: its out is 0.
   const bool counts = warp_reduce<kRowThreads>(static_cast<int>(has_out),
                                                [](int a, int b) { return a | b; }) != 0;
   if (exists) {
@@ -63,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     if (column == 0) {
       if (dlse != nullptr) {
         const float down = at.at(dlse, grads.dlse)[i * grads.dlse.row];
-        // A row that sees no key has the sink for its lse: what flows there is the
-        // sink's, but for what is no number.
+        // The lse of a row that sees no key is the sink, which then receives its
+        // gradient unless that is not finite.
         const bool is_sink = kHasSinks && !counts && log_sum == scores.sink();
         if (!is_sink || is_finite(down)) sum -= down;
       }
@@ -79,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     }
   }
   if (at.exists && column == 0) {
-    // Of a query that sees no key, all scores are hidden; any finite lse will do. One
-    // that does not exist has P = 0.
+    // If a query sees no key, all its scores are hidden and any finite lse will do.
+    // Queries that do not exist get P = 0.
     const bool blind = log_sum == -infinity<float>();
     float* const row = stats +
                        (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +

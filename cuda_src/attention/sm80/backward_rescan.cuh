@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT
-// The gradient kernels by mma.sync once more, if a gradient was not finite (kCareful):
-// numbers that are not finite become 0 in shared memory. Where no query sees them the
-// gradients are those of any other hidden numbers, to the last bit. Where one does, or
-// a gradient is still not finite, found->still_nonfinite asks for kernels that know
-// what counts.
+// The second pass of the gradient kernels by mma.sync, if a gradient was not finite
+// (kCareful): nonfinite inputs become 0 in shared memory. If no query sees them, the
+// gradients have the bits that any other hidden numbers would give. If one does, or if
+// a gradient is still not finite, found->still_nonfinite asks for kernels that compute
+// one pair at a time.
 #pragma once
 
 #include "attention/sm80/backward.cuh"
 
 constexpr bool kCareful = IS_GIVEN(CAREFUL);
 
-// Which rows of a block's tiles held a number that is not finite.
+// Which rows of a block's tiles held a nonfinite number.
 struct bad_rows_t {
   unsigned char queries[kCareful ? kBlockM : 1], keys[kCareful ? kBlockN : 1];
 };
@@ -20,7 +20,7 @@ __device__ __forceinline__ bool is_bad(elem_t x) {
   return (x.bits & kExponent) == kExponent;
 }
 
-// Sets them to 0; chunks of 16 bytes are swizzled only within a row.
+// Zeroes these numbers; the 16-byte chunks are swizzled only within a row.
 template <int kRows>
 __device__ __forceinline__ void clean_tile(unsigned char* tile, unsigned char* bad) {
   constexpr int kElems = 8, kChunks = kHeadDim / kElems;
@@ -42,8 +42,8 @@ __device__ __forceinline__ void clear_rows(unsigned char (&bad)[kRows]) {
   for (int n = thread_index(); n < kRows; n += kNumThreads) bad[n] = 0;
 }
 
-// Whether a query of the tile of query i0 and key j0 sees a bad row, or is one that
-// sees. `bounds` counts from that corner.
+// Whether, in the tile at query i0 and key j0, some query that sees a key is nonfinite,
+// or sees a nonfinite one. `bounds` is relative to that corner.
 __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
                                               const mask_bounds_t& bounds,
                                               const scores_t& scores, index_t i0,

@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: FlashAttention-2 on tensor cores that work for a warp (mma.sync).
+// attention_mma: FlashAttention-2 forward by warp-level tensor core products
+// (mma.sync).
 //
-// Algorithm  As attention_tiled: for each tile of keys
+// Algorithm  Online softmax as in attention_tiled. For each tile of keys
 //                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
 //                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
 //            and at the end  out = o / l,  lse = m + log l.
-//            m follows the maximum only when that has grown by 2^8. float32 is split
-//            into float16 numbers (fp32_forward.cuh).
-// Grid       (blocks of a head, heads). A block has one tile of queries, or, where it
-//            is persistent (PERSISTENT), several of one head, of which it fetches the
-//            next one while it stores; last tiles first, since causal ones are longest
+//            m follows the maximum only once that exceeds it by 8 in log2. float32 is
+//            split into float16 numbers (fp32_forward.cuh).
+// Grid       (blocks per head, heads). A block has one tile of queries. With PERSISTENT
+//            it has several of one head, and loads the next one while it stores; last
+//            tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
-//                                                     comes to a tile of its own first
+//                                                     goes through a staging tile
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
 //                  or two warps share twice as many (shared_rows.cuh)
-// Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
+// Memory     global: q and out once; k and v once per block, mostly from L2, by
+//            cp.async
 //            shared: see smem_bytes() in _attention/gpu/sm80/forward.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
-// Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
-//            keys; sm_80 or newer. A block begins again, with care, where values of
-//            hidden keys that are not finite have reached its result
-//            (nonfinite_values.cuh) or scores were too large (large_scores.cuh).
+// Limits     head_dim and head_dim_v up to 256, padded with zeros; fewer than 2^29
+//            keys; sm_80 or newer. A block starts over on a slower path if nonfinite
+//            values of hidden keys reached its result (nonfinite_values.cuh), or if
+//            scores were too large (large_scores.cuh).
 #include "attention/sm80/forward_mainloop.cuh"
 #include "attention/sm80/forward_epilogue.cuh"
 
-// Not 0 where a result is not finite: values of keys that a row does not see may have
-// come in as 0 * NaN.
+// Nonzero if a result is not finite: hidden keys may have contributed 0 * NaN.
 __device__ __forceinline__ float find_nonfinite(const out_frag_t& o) {
   float found[4] = {};
   if constexpr (!kSplits) {
@@ -43,7 +44,7 @@ __device__ __forceinline__ float find_nonfinite(const out_frag_t& o) {
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
-    // Tiles of k and v in parts, (batch, kv heads, tiles), or null.
+    // Tiles of k and v, already split, (batch, kv heads, tiles); or null.
     const unsigned char* __restrict__ operands,
     const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
@@ -86,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   mainloop_t loop({params, smem, state, k_rows, v_rows, aligned_k, aligned_v, dim,
                    dim_v, work.first, work.last},
                   scores, work.i0, to_log2, num_tiles, tiles);
-  // Copies are on their way before anything else is computed.
+  // Start the copies before computing anything else.
   if constexpr (!kSplits) {
     loop.begin(work, aligned_q, k_rows, aligned_k, v_rows, aligned_v);
   }
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if constexpr (kPrepared) {
       const index_t num_operands = (params.seqlen_k + kBlockN - 1) / kBlockN;
       index_t row = at.row_of_heads;
-      // Parts all read the same operands.
+      // All splits of the keys read the same operands.
       if constexpr (kHasParts) row -= at.batch[0] * params.part.head;
       state.operands =
           operands + divide(row, params.group_size) * num_operands * kBytesOperands;
@@ -110,17 +111,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     state.aligned_q = aligned_q;
     state.aligned_k = aligned_k;
     state.aligned_v = aligned_v;
-    // The scale again in double: to_log2 was rounded, and lse has to know it to the
-    // bit.
+    // The scale again, in double: to_log2 was rounded, and lse needs to know how.
     state.from_log2 = scale / to_log2;
   }
-  if constexpr (kSplits) __syncthreads();  // the state is there
+  if constexpr (kSplits) __syncthreads();  // the state is stored
   if constexpr (kWarpsPerRow > 1) loop.move_weights(0, loop.weights_of(work.first));
 
 #pragma unroll 1
   for (;;) {  // work tiles of this block
     if constexpr (!kSplits) loop.lanes.launder();
-    // The state is there; elsewhere another barrier comes before it is read.
+    // The state is stored; other variants have another barrier before they read it.
     if constexpr (!kSplits && kWarpsPerRow == 1 && !kKeepQ) __syncthreads();
     out_frag_t o;
     softmax_t rows;
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
       loop.finish_sums(result);
       if (careful) {
-        __syncthreads();  // all have read the tiles
+        __syncthreads();  // all warps have read the tiles
         break;
       }
       bool again = false;

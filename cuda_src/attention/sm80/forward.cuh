@@ -12,35 +12,36 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kMinBlocks = MIN_BLOCKS;
 
-// Warps that share rows: each has some of the keys of s and some of the columns of o,
-// and weights go from one to the other through shared memory.
+// Warps that share rows: each computes some of the keys of s and some of the columns of
+// o. They exchange weights through shared memory.
 #ifdef WARPS_PER_ROW
 constexpr int kWarpsPerRow = WARPS_PER_ROW;
 #else
 constexpr int kWarpsPerRow = 1;
 #endif
 
-// Number of rows that a warp works on: 16 of an instruction, once or twice. Twice, a
-// fragment of k or v from shared memory serves two instructions.
+// Rows per warp: one or two times the 16 of an instruction. With two, each fragment of
+// k or v that is read from shared memory serves two instructions.
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr int kRowTiles = kBlockM * kWarpsPerRow / (16 * kNumWarps);
 static_assert(kRowTiles * 16 * kNumWarps == kBlockM * kWarpsPerRow);
-// Of 8 columns, of a warp.
+// Tiles of 8 columns per warp.
 constexpr int kScoreTiles = kBlockN / kWarpsPerRow / 8,
               kOutTiles = kHeadDimV / kWarpsPerRow / 8;
 static_assert(kBlockN % (16 * kWarpsPerRow) == 0 && kBlockN % 32 == 0);
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kWarpsPerRow) == 0);
 
-// Whether scores are finished one by one before the softmax; else the softmax scales.
+// Whether scores are finished one by one before the softmax, or the softmax scales
+// them.
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
 static_assert(kWarpsPerRow == 1 || (!kHasTerms && !kSplits));
 
-// Accumulators: number e of a tile stands in row e / 2 * 8 + lane / 4 and column
-// lane % 4 * 2 + e % 2. lanes_t tells where a tile stands.
+// Accumulators: number e of a tile is in row e / 2 * 8 + lane / 4 and column lane % 4 *
+// 2 + e % 2. lanes_t gives the position of a tile.
 using scores_frag_t = float[kRowTiles][kScoreTiles][4];
 using out_frag_t = float[kRowTiles][kOutTiles][4];
 
-// Starts to copy kBytes that lie in memory as in shared memory.
+// Starts copying kBytes whose layout in global memory is that of shared memory.
 template <unsigned kBytes>
 __device__ __forceinline__ void copy_operand(unsigned char* smem,
                                              const unsigned char* operand) {
@@ -52,26 +53,26 @@ __device__ __forceinline__ void copy_operand(unsigned char* smem,
   }
 }
 
-// A copy of rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, by 16
-// bytes at a time; zeros fill up kRows x kDim. As load_tile() does, in half as many
-// instructions, most of which can run before the barrier that the copies wait for.
+// Copies rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, 16 bytes at a
+// time, padded with zeros to kRows x kDim. Same as load_tile(), but with half as many
+// instructions, most of which can run before the barrier that precedes the copies.
 template <int kRows, int kDim> struct copy_t {
   using rows_t = tile_t<kDim>;
   static constexpr int kStep = kNumThreads / rows_t::kChunks;
-  // Steps of 8 rows leave the swizzle as it is.
+  // Steps of 8 rows do not change the swizzle.
   static constexpr bool kInSteps =
       kNumThreads % rows_t::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0;
 
   const elem_t* from;
   unsigned to;
-  int count;  // rows from this thread's first on that there are
+  int count;  // existing rows from this thread's first on
   bool is_ready;
 
   __device__ __forceinline__ copy_t(unsigned char* smem, const elem_t* x,
                                     index_t row_stride, int i0, int last, int dim,
                                     bool aligned) {
     unsigned thread = threadIdx.x;
-    // Kept, what follows from these would take the registers of the loop.
+    // Values derived from these would occupy registers during the loop.
     ptx::launder(thread);
     ptx::launder(row_stride);
     const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
@@ -79,14 +80,14 @@ template <int kRows, int kDim> struct copy_t {
     to = shared_address(smem) + rows_t::offset(row, chunk);
     count = chunk * 8 < dim ? last - i0 - row : 0;
     is_ready = kInSteps && aligned;
-    ptx::launder(from);  // here it is complete
+    ptx::launder(from);  // computed by now
   }
 
   __device__ __forceinline__ void start(index_t row_stride) const {
     const elem_t* x = from;
 #pragma unroll
     for (int n = 0; n < kRows / kStep; ++n) {
-      // Nothing is read from where no row is.
+      // Rows that do not exist are not read.
       ptx::copy_async_or_zero(to + n * kStep * rows_t::kPitch, x,
                               n * kStep < count ? 16 : 0);
       x += kStep * row_stride;
@@ -94,7 +95,7 @@ template <int kRows, int kDim> struct copy_t {
   }
 };
 
-// The same at once, whether or not rows are aligned.
+// The same in one call, whether or not rows are aligned.
 template <int kRows, int kDim>
 __device__ __forceinline__ void copy_tile(unsigned char* smem, const elem_t* x,
                                           index_t row_stride, int i0, int last, int dim,
@@ -115,8 +116,8 @@ constexpr unsigned kBytesQ = kBlockM * kHeadDim * 2;  // of one part of a tile
 constexpr unsigned kBytesK = kBlockN * kHeadDim * 2, kBytesV = kBlockN * kHeadDimV * 2;
 constexpr unsigned kBytesP = kBlockM * kBlockN * 2;
 
-// tile_t in one register. A tile lies at a multiple of 128, so that the swizzle of
-// chunks changes bits of the address that no row does.
+// tile_t in one register. Tiles start at multiples of 128, so the swizzle of chunks
+// changes only address bits that rows do not.
 template <int kDim> struct lane_of_t {
   using rows_t = tile_t<kDim>;
 
@@ -127,11 +128,11 @@ template <int kDim> struct lane_of_t {
     constexpr int kMask = rows_t::kMask;
     return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * rows_t::kPitch;
   }
-  // What follows from it is computed again.
+  // Makes the compiler recompute what depends on it.
   __device__ __forceinline__ void launder() { ptx::launder(base); }
 };
 
-// Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.
+// A lane's base addresses in the tiles of q and p (its warp's rows), k and v.
 struct lanes_t {
   lane_of_t<kHeadDim> q, k;
   lane_of_t<kHeadDimV> v;
@@ -144,7 +145,7 @@ struct lanes_t {
         v(smem_v, lane() % 16, lane() / 16 + warp_of_row() * 4),
         p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
 
-  // What follows from them is computed again.
+  // Makes the compiler recompute what depends on them.
   __device__ __forceinline__ void launder() {
     q.launder();
     k.launder();
@@ -161,12 +162,12 @@ struct lanes_t {
   static __device__ __forceinline__ int warp_row(unsigned thread = threadIdx.x) {
     return thread / kWarpSize / kWarpsPerRow * 16 * kRowTiles;
   }
-  // The first of a warp's keys, which lie side by side.
+  // The first of a warp's keys, which are contiguous.
   static __device__ __forceinline__ int warp_key() {
     return warp_of_row() * (kBlockN / kWarpsPerRow);
   }
-  // Tile n of a warp's columns of o: sides take turns by 4, so that tiles of v are
-  // swizzled among their 8 neighbours as for one warp.
+  // Tile n of a warp's columns of o. The warps that share rows alternate in groups of 4
+  // tiles, which keeps the swizzle of v as it is for a single warp.
   static __device__ __forceinline__ constexpr int out_tile(int n) {
     return n / 4 * 4 * kWarpsPerRow + n % 4;
   }
@@ -175,7 +176,7 @@ struct lanes_t {
   }
 };
 
-// A 16-column step of q, of this warp's rows.
+// Loads a 16-column step of q for this warp's rows.
 __device__ __forceinline__ void load_q(unsigned (&a)[kRowTiles][4],
                                        const lanes_t& lanes, int step, int part = 0) {
 #pragma unroll
@@ -184,7 +185,7 @@ __device__ __forceinline__ void load_q(unsigned (&a)[kRowTiles][4],
   }
 }
 
-// 16-bit numbers are multiplied at once, into accumulators that go on.
+// 16-bit products accumulate directly in s.
 constexpr int kSteps = kHeadDim / 16;
 
 template <bool kInRegisters> struct queries_t {
@@ -225,14 +226,14 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
   }
 }
 
-// o += p v; `beside(step)` is computed among the products.
+// o += p v; `beside(step)` is interleaved with the products.
 template <typename Beside>
 __device__ __forceinline__ void multiply_pv(out_frag_t& o, const scores_frag_t& p,
                                             const lanes_t& lanes, Beside beside) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
     beside(step);
-    // The accumulators of two tiles of scores are the A operand of one step.
+    // The accumulators of two tiles of scores form the A operand of one step.
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -277,7 +278,7 @@ __device__ __forceinline__ void multiply_by(float (&x)[kRowTiles][kCount][4],
   }
 }
 
-// To and from the stack.
+// Copies to and from the stack.
 template <int kCount>
 __device__ __forceinline__ void put(float* to, const float (&x)[kRowTiles][kCount][4]) {
 #pragma unroll

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: rows are closed, and leave.
+// attention_mma: final scaling and stores.
 #pragma once
 
 #include "attention/sm80/forward_state.cuh"
 #include "attention/sm80/nonfinite_values.cuh"
 
-// Stores what this thread has of a row of float32. One branch a row: code that runs
-// once a block has to be fetched, and jumps over rare code make that slow.
+// Stores a thread's part of a float32 row. One branch per row: this code runs once per
+// block, so instruction fetch dominates, and jumps over rare code make that slow.
 __device__ __forceinline__ void store_row(elem_t* row, const float (&x)[2 * kOutTiles],
                                           int dim, index_t step, bool as_pairs) {
   if (as_pairs) {
@@ -26,12 +26,13 @@ __device__ __forceinline__ void store_row(elem_t* row, const float (&x)[2 * kOut
   }
 }
 
-// Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
+// Puts rows of o, scaled by 1 / l, into shared memory as 16-bit numbers. Lane n holds
+// the factor of row n % kRows.
 __device__ __forceinline__ void put_rows(unsigned char* tile, out_frag_t& o,
                                          float own_inverse, int round) {
   constexpr int kRowsOfRound = kRows / kOutRounds;
   unsigned thread = threadIdx.x;
-  ptx::launder(thread);  // what follows from it would take registers of the loop
+  ptx::launder(thread);  // derived values would occupy registers during the loop
   const int lane = lanes_t::lane(thread);
   float inverse[kRows];
   bool any_empty = false;
@@ -67,7 +68,7 @@ __device__ __forceinline__ void put_rows(unsigned char* tile, out_frag_t& o,
   }
 }
 
-// Stores a chunk of 8 elements that lies in shared memory.
+// Stores a chunk of 8 elements from shared memory.
 __device__ __forceinline__ void store_chunk(elem_t* to, const unsigned char* from,
                                             index_t step, int count, bool as_vector) {
   const uint4 word = *reinterpret_cast<const uint4*>(from);
@@ -83,8 +84,8 @@ __device__ __forceinline__ void store_chunk(elem_t* to, const unsigned char* fro
   }
 }
 
-// Stores what this warp has of out, which lies in shared memory by 16-bit rows: whole
-// chunks of 16 bytes, since a warp's pairs would take four times as many instructions.
+// Stores this warp's part of out from 16-bit rows in shared memory, in chunks of 16
+// bytes: storing pairs from registers would take four times as many instructions.
 __device__ __forceinline__ void store_tile(elem_t* out, const unsigned char* tile,
                                            int num_rows, int dim, const operand_t& to,
                                            int round) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void store_tile(elem_t* out, const unsigned char* til
   const bool as_vectors =
       ((to.row | dim) % kElems | reinterpret_cast<unsigned long long>(out) % 16) == 0 &&
       to.col == 1;
-  __syncwarp();  // the warp's rows are there
+  __syncwarp();  // the warp's rows are written
   if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
     // A lane has the same chunk of each of its rows.
     constexpr int kStep = kWarpSize / kChunks;
@@ -142,13 +143,13 @@ __device__ __forceinline__ void store_tile(elem_t* out, const unsigned char* til
 
 // --- the end of rows -----------------------------------------------------------------
 
-// Row r of this thread, as a query.
+// The query of row r of this thread.
 __device__ __forceinline__ index_t query_of(const block_state_t& state, int r) {
   return state.work.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
 }
 
-// Stores lse, and gives 1 / l of row lane % kRows. What closes a row takes long and is
-// the same in the four lanes that share it: each of them does it for another row.
+// Stores lse and returns 1 / l of row lane % kRows. Finishing a row takes long and is
+// the same for the four lanes that share it, so each of them finishes another row.
 __device__ __forceinline__ float close_rows(const result_t& at,
                                             const block_state_t& state,
                                             const scores_t& scores,
@@ -164,8 +165,8 @@ __device__ __forceinline__ float close_rows(const result_t& at,
       l = at.rows.l[r];
     }
   }
-  // lse has to know to the last bit what was subtracted; l takes what a float of it
-  // leaves over. Above a million that is less than a unit of lse.
+  // lse needs the reference exactly as it was subtracted; what does not fit into `high`
+  // goes into l. Beyond a million the rest is below one ulp of lse.
   double m = reference * state.from_log2;
   if (at.careful && at.centers.has(own)) m += scale * at.centers.at[own];
   const maximum_t high = l == 0 ? -infinity<maximum_t>() : static_cast<maximum_t>(m);
@@ -194,7 +195,7 @@ __device__ __forceinline__ void store_fp32(elem_t* out_rows, const result_t& at,
     if (i >= params.seqlen_q) continue;
     elem_t* const out_row = out_rows + i * params.out.row;
     if constexpr (!kHasSinks) {
-      // A row of one key is its value, to the last bit, which the parts may lack.
+      // A row that sees one key equals its value exactly, which the parts may not.
       const range_t seen = scores.keys_of(i, i + 1);
       if (seen.last - seen.first == 1 && inverse > 0 && is_finite(at.rows.l[r])) {
         const elem_t* const only = state.v_rows + seen.first * params.v.row;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void store_fp32(elem_t* out_rows, const result_t& at,
     const int dim = static_cast<int>(params.head_dim_v);
     store_row(out_row, x, dim, params.out.col, as_pairs);
     if constexpr (!kHasSinks) {
-      // So is a huge row whose largest score takes all.
+      // So does a huge row whose largest score takes all the weight.
       if (at.careful && at.centers.has(r) && at.rows.l[r] == kLargestWeight) {
         const elem_t* const top = state.v_rows + at.centers.key[r] * params.v.row;
 #pragma unroll 1
@@ -232,13 +233,13 @@ __device__ __forceinline__ void store_fp32(elem_t* out_rows, const result_t& at,
   }
 }
 
-// Stores rows of 16 bits by way of shared memory.
+// Stores rows of 16 bits through shared memory.
 __device__ __forceinline__ void store_16bit(
     elem_t* out_rows, const result_t& at, float own_inverse, const block_state_t& state,
     const scores_t& scores, const params_t& params, unsigned char* smem_out) {
 #pragma unroll
   for (int round = 0; round < kOutRounds; ++round) {
-    if (round > 0) __syncwarp();  // the rows before have left
+    if (round > 0) __syncwarp();  // the previous rows have been stored
     put_rows(smem_out, at.o, own_inverse, round);
     store_tile(out_rows + state.work.i0 * params.out.row, smem_out,
                static_cast<int>(min(params.seqlen_q - state.work.i0, index_t(kBlockM))),

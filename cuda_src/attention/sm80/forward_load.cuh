@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: tiles of q, k and v come from memory.
+// attention_mma: loads of q, k and v.
 #pragma once
 
 #include "attention/sm80/forward_state.cuh"
 
-// Where k or v lies.
+// The rows of k or v.
 struct source_t {
   const elem_t* rows;
   bool aligned;
@@ -16,8 +16,8 @@ class loader_t {
   const params_t& params;
   const smem_t smem;
   block_state_t& state;
-  // Of float32. The loop of 16 bits has no registers for where k and v lie, and looks
-  // that up.
+  // For float32. The 16-bit loop has no registers for these and reads them from the
+  // state.
   const elem_t *k_rows, *v_rows;
   bool aligned_k, aligned_v;
   int dim, dim_v;
@@ -81,7 +81,7 @@ class loader_t {
     ptx::commit_copies();
   }
 
-  // What a walk of 16-bit tiles begins with.
+  // The first loads of a pass over 16-bit tiles.
   __device__ __forceinline__ void begin(const work_tile_t& work, bool aligned_q,
                                         const elem_t* k_rows, bool aligned_k,
                                         const elem_t* v_rows, bool aligned_v,
@@ -91,8 +91,8 @@ class loader_t {
     load_v(work.first, {v_rows, aligned_v, work.last});
   }
 
-  // Copies that the loop of 16 bits starts behind a barrier are made ready before it,
-  // while others wait there.
+  // Prepares copies that the 16-bit loop issues after a barrier: the addresses are
+  // computed while other warps still arrive there.
   __device__ __forceinline__ auto ready_k(int j0) const {
     const block_state_t& with = reload_state(state);
     return copy_t<kBlockN, kHeadDim>(smem.k + stage_of(j0) * kStage, with.k_rows,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: the walk of a work tile over its keys.
+// attention_mma: the loop over the keys of a work tile.
 #pragma once
 
 #include "attention/sm80/forward_load.cuh"
@@ -8,7 +8,7 @@
 
 // How q of float32 was split.
 struct split_queries_t {
-  float unit = 1, size = 0;  // from a product of parts to q k; the largest size
+  float unit = 1, size = 0;  // factor from products of parts to q.k; largest magnitude
 };
 
 class mainloop_t : public loader_t {
@@ -16,8 +16,8 @@ class mainloop_t : public loader_t {
   lanes_t lanes;
   unsigned base_k, base_v;
   const scores_t& scores;
-  index_t i0;     // of scores with terms, which have one work tile a block
-  float to_log2;  // scores times this are exponents of 2
+  index_t i0;     // with score options, there is one work tile per block
+  float to_log2;  // from scores to exponents of 2
   int num_tiles;
   shown_tiles_t<kBlockN> tiles;
 
@@ -35,18 +35,18 @@ class mainloop_t : public loader_t {
         num_tiles(num_tiles),
         tiles(tiles) {}
 
-  // The loop would compute it again for each tile.
+  // Reloaded, or the loop would recompute it for each tile.
   __device__ __forceinline__ const block_bounds_t& bounds() const {
     return reload_state(state).work.block;
   }
-  // The first key. There is no register for it, but where each tile asks whether it is
-  // the first.
+  // The first key. It has a register only where each tile checks whether it is the
+  // first.
   __device__ __forceinline__ int start() const {
     return kWeighsAtOnce ? first : reload_state(state).work.first;
   }
-  // Weights of rows that warps share have two stages, by parity of the tile.
+  // Shared rows have two stages of weights, by parity of the tile.
   static __device__ __forceinline__ int weights_of(int j0) { return j0 / kBlockN % 2; }
-  // Products step on to the stage of weights that follows.
+  // Moves the operand address of the products to the next stage of weights.
   __device__ __forceinline__ void move_weights(int from, int to) {
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   }
@@ -70,7 +70,7 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // q, and the first tiles of k and v where they are not on their way.
+  // Loads q, and the first tiles of k and v unless they are already in flight.
   __device__ __forceinline__ void load_first(queries_t<kKeepQ>& q_frags,
                                              split_queries_t& q, const result_t& at) {
     if constexpr (kStaged) {
@@ -100,7 +100,7 @@ class mainloop_t : public loader_t {
       }
       if constexpr (kKeepQ) {
         ptx::wait_copy_groups<1>();
-        __syncthreads();  // q is complete
+        __syncthreads();  // q has arrived
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           ::load_q(q_frags.a[step], lanes, step);
@@ -109,12 +109,12 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // --- rows that warps share ---------------------------------------------------------
+  // --- rows shared by two warps ------------------------------------------------------
 
-  // Weights of a tile are computed beside the products of the one before with v.
+  // The weights of a tile overlap with the product of the previous one with v.
   __device__ __forceinline__ void attend_shared_rows(const queries_t<kKeepQ>& q_frags,
                                                      const result_t& at) {
-    __syncthreads();  // the state is there
+    __syncthreads();  // the state is stored
     scores_frag_t s;
     float sums[kRows];
     // The first tile has no reference yet.
@@ -131,24 +131,24 @@ class mainloop_t : public loader_t {
       } else {
         ptx::wait_copy_groups<0>();
       }
-      // The weights of this tile and the next tile of k are complete; all have read the
-      // ones before.
+      // The weights of this tile are complete, the next tile of k has arrived, and all
+      // warps have read the previous ones.
       if (__syncthreads_or(again)) weigh_again(s, sums, q_frags, at, j0, is_first);
       add(at.rows, sums);
       if (!is_first) start_v(next_v, j0);
       is_first = false;
       if (at.careful) {
         ptx::wait_copy_groups<0>();
-        __syncthreads();  // v is complete
+        __syncthreads();  // v has arrived
         if (clean_values(smem.v)) state.special = true;
-        __syncthreads();  // all have cleaned their part
+        __syncthreads();  // all warps have scrubbed their part
       }
       lanes.p.base += weights_of(j0) ? kBytesP : 0 - kBytesP;
       const int next = j0 + kBlockN;
       if (next < last) {
         multiply_qk(s, q_frags, lanes);
         ptx::wait_copy_groups<0>();
-        __syncthreads();  // v is complete; all have read k
+        __syncthreads();  // v has arrived; all warps have read k
         start_k(next_k, j0 + 2 * kBlockN);
         if (at.careful) {
           multiply_pv(at.o, s, lanes);
@@ -169,7 +169,7 @@ class mainloop_t : public loader_t {
     if (start < last) move_weights(weights_of(last - 1), weights_of(start));
   }
 
-  // The tile at j0 with a new reference. Its keys come again.
+  // Recomputes the tile at j0 with a new reference; its keys are loaded again.
   __device__ __forceinline__ void weigh_again(scores_frag_t& s, float (&sums)[kRows],
                                               const queries_t<kKeepQ>& q_frags,
                                               const result_t& at, int j0,
@@ -188,7 +188,7 @@ class mainloop_t : public loader_t {
     rescale(at.o, at.rows);
     weigh(at.rows, s, to_log2, sums);
     store_weights(s, j0);
-    __syncthreads();  // all have read k
+    __syncthreads();  // all warps have read k
     load_k(j0 + kBlockN, source_k());
     ptx::wait_copy_groups<0>();
     __syncthreads();
@@ -199,8 +199,8 @@ class mainloop_t : public loader_t {
     put_weights(smem.p + j0 / kBlockN % 2 * kBytesP, s);
   }
 
-  // The last products with v. Nobody asks for q and k any more: those of the next work
-  // tile come.
+  // The last product with v. q and k are free by now: loads those of the next work
+  // tile.
   __device__ __forceinline__ void finish_shared_rows(const scores_frag_t& s,
                                                      const result_t& at) {
     if constexpr (kOutByP) {
@@ -216,20 +216,20 @@ class mainloop_t : public loader_t {
       }
       if (!at.begun) ptx::commit_copies();
       ptx::wait_copy_groups<1>();
-      __syncthreads();  // v is complete
+      __syncthreads();  // v has arrived
     } else {
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // v is complete
+      __syncthreads();  // v has arrived
     }
     multiply_pv(at.o, s, lanes);
   }
 
-  // --- rows that a warp has for itself -----------------------------------------------
+  // --- rows owned by one warp --------------------------------------------------------
 
   __device__ __forceinline__ void attend(const queries_t<kKeepQ>& q_frags,
                                          const split_queries_t& q, const result_t& at) {
     bool is_first = true;
-    float unit_o = 1;  // from a product of parts to p v
+    float unit_o = 1;  // factor from products of parts to p v
 #pragma unroll 1
     for (int j0 = start(); j0 < last; j0 += tiles.distance) {
       scores_frag_t s;
@@ -239,7 +239,8 @@ class mainloop_t : public loader_t {
           reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
       const tile_stats_t* of_v =
           reinterpret_cast<tile_stats_t*>(smem.v + stage * kStage + kParts * kBytesV);
-      // Asked before a barrier, as copies are made ready. Parts leave no register.
+      // Computed before a barrier, like the addresses of copies. Parts leave no
+      // register.
       const bool sees_all = !kSplits && bounds().sees_all(j0);
       if constexpr (kStaged) {
         of_k = smem.stats_k + tile % 2;
@@ -281,7 +282,7 @@ class mainloop_t : public loader_t {
       } else {
         if (at.careful) {
           if (clean_values(smem.v + stage * kStage)) state.special = true;
-          __syncthreads();  // all have cleaned their part
+          __syncthreads();  // all warps have scrubbed their part
         }
         if constexpr (!kWeighsAtOnce) exponentiate(at.rows, s, to_log2);
         multiply_pv(at.o, s, lanes);
@@ -290,8 +291,8 @@ class mainloop_t : public loader_t {
     if constexpr (kSplits && kParts == 1) multiply_by(at.o, unit_o);
   }
 
-  // Which tile a mask function lets come after that at j0; whether it shows all of this
-  // one.
+  // Finds the tile after j0 that a mask function does not hide; returns whether the
+  // function shows all of this one.
   __device__ __forceinline__ bool find_following(int j0) {
     if constexpr (kHasMaskFunction) {
       const bool is_shown = tiles.is_whole(j0);
@@ -302,7 +303,7 @@ class mainloop_t : public loader_t {
     return false;
   }
 
-  // The tile of float32 at j0 becomes parts; the next one comes.
+  // Splits the staged float32 tile at j0, then loads the next one.
   __device__ __forceinline__ void split_staged(int j0) {
     ptx::wait_copy_groups<0>();
     const int parity = j0 / kBlockN % 2;
@@ -314,7 +315,8 @@ class mainloop_t : public loader_t {
     };
     inspect<kHeadDim>(smem.stats_k[parity], chunk_of_k);
     inspect<kHeadDimV>(smem.stats_v[parity], chunk_of_v);
-    __syncthreads();  // the statistics are complete; all have read the tiles before
+    __syncthreads();  // the statistics are complete; all warps have read the previous
+                      // tiles
     if (threadIdx.x == 0) {
       smem.stats_k[parity ^ 1].clear();
       smem.stats_v[parity ^ 1].clear();
@@ -327,12 +329,12 @@ class mainloop_t : public loader_t {
     __syncthreads();  // the parts of k and v are complete
   }
 
-  // The tile at j0 is complete, of one stage its k, and what may come next does.
+  // Waits for the tile at j0 (with one stage, for its k), then starts the next loads.
   __device__ __forceinline__ void await_tile(int j0, bool is_first) {
     const unsigned stage = stage_of(j0) * kStage;
     if constexpr (kSplits) {
       ptx::wait_copy_groups<0>();
-      // Also all have read the one before, or of one stage its v.
+      // All warps have also read the previous tile, or with one stage its v.
       __syncthreads();
       if constexpr (kStages == 2) {
         load_k(j0 + tiles.distance, source_k());
@@ -347,7 +349,7 @@ class mainloop_t : public loader_t {
       const auto next_k = ready_k(next);
       const auto next_v = ready_v(next);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this tile is complete; all have read the one before
+      __syncthreads();  // this tile has arrived; the previous one has been read
       start_k(next_k, next);
       start_v(next_v, next);
       lanes.k.base = base_k + stage;
@@ -355,26 +357,27 @@ class mainloop_t : public loader_t {
     } else {
       const auto this_v = ready_v(j0);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this tile of k is complete; all have read v before
+      __syncthreads();  // this tile of k has arrived; all warps have read the previous
+                        // v
       if (!is_first) start_v(this_v, j0);
     }
   }
 
-  // Of one stage, v of the tile at j0 is complete, and k of the next one comes.
+  // With one stage: waits for v of the tile at j0, then loads the next k.
   __device__ __forceinline__ void await_values(int j0) {
     if constexpr (!kSplits && kStages == 1) {
       const auto next_k = ready_k(j0 + tiles.distance);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this tile of v is complete; all have read k
+      __syncthreads();  // this tile of v has arrived; all warps have read k
       start_k(next_k, j0 + tiles.distance);
     } else if constexpr (!kStaged && kStages == 1) {
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this tile of v is complete; all have read k
+      __syncthreads();  // this tile of v has arrived; all warps have read k
       load_k(j0 + tiles.distance, source_k());
     }
   }
 
-  // s = q k^T of parts, and one by one of what parts cannot hold.
+  // s = q k^T from parts; scores that parts cannot represent are computed one by one.
   __device__ __forceinline__ void multiply_qk_parts(scores_frag_t& s,
                                                     const queries_t<kKeepQ>& q_frags,
                                                     const split_queries_t& q,
@@ -405,7 +408,7 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // o += p v of parts; of one part o has the unit of the tile.
+  // o += p v from parts; with one part o is kept in the unit of the tile.
   __device__ __forceinline__ void add_values_in_parts(scores_frag_t& s,
                                                       const tile_stats_t& of_v,
                                                       const result_t& at, int j0,
@@ -440,15 +443,15 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // Scores and weights with the reference that rows have, and again with a new one
-  // where a weight came out too large.
+  // Computes weights with the current reference, and again with a new one if a weight
+  // came out too large.
   __device__ __forceinline__ void weigh_at_once(scores_frag_t& s,
                                                 const queries_t<kKeepQ>& q_frags,
                                                 const result_t& at, int j0,
                                                 bool sees_all) {
     float sums[kRows];
-    // The same code twice: where nothing is hidden there is no branch, and exponentials
-    // stand among the products.
+    // The same code twice: without masks there is no branch, and the compiler
+    // interleaves exponentials with products.
     if (sees_all && j0 != first && !at.careful) {
       multiply_qk(s, q_frags, lanes);
       weigh(at.rows, s, to_log2, sums);
@@ -460,7 +463,7 @@ class mainloop_t : public loader_t {
         center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, j0);
       }
       if (j0 == first) {
-        // With the reference that rows start with, all sums would be too large.
+        // With the initial reference all sums would be too large.
 #pragma unroll
         for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
         raise_where(at.rows, s, to_log2, sums);
@@ -480,9 +483,9 @@ class mainloop_t : public loader_t {
     add(at.rows, sums);
   }
 
-  // --- the end of a walk -------------------------------------------------------------
+  // --- the end of the keys -----------------------------------------------------------
 
-  // Sums of lanes, and of warps, that share rows.
+  // Reduces the sums over the lanes, and warps, that share rows.
   __device__ __forceinline__ void finish_sums(const result_t& at) const {
     at.two_level.finish(at.o);
 #pragma unroll
@@ -496,8 +499,8 @@ class mainloop_t : public loader_t {
     if (!kOutByP || !at.begun) ptx::wait_copy_groups<0>();
   }
 
-  // The work tile after this one comes while this one leaves by way of `smem_out`;
-  // i0 < 0 where there is none.
+  // Loads the next work tile while this one is stored through `smem_out`; i0 < 0 if
+  // there is none.
   __device__ __forceinline__ work_tile_t begin_next(unsigned char*& smem_out,
                                                     const result_t& at) const {
     smem_out = smem.front;
@@ -522,16 +525,16 @@ class mainloop_t : public loader_t {
     return next;
   }
 
-  // The block goes on with `next`.
+  // Continues with work tile `next`.
   __device__ __forceinline__ void advance(const work_tile_t& next) {
     if constexpr (kWarpsPerRow > 1) {
-      // Weights begin in the other stage.
+      // Weights start in the other stage.
       const int by = weights_of(next.first) - weights_of(state.work.first);
       lanes.p.base -= by * kBytesP;
     }
     first = next.first;
     last = next.last;
-    __syncthreads();  // this tile of queries has left, and nobody asks for it
+    __syncthreads();  // this tile of queries is stored and no longer needed
     if constexpr (kOutByQ) {
       load_q(next, state.has_aligned_q());
       ptx::commit_copies();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: what becomes of products q k before the softmax.
+// attention_mma: from products q.k to final scores.
 #pragma once
 
 #include "attention/score/shown_tiles.cuh"
 #include "attention/sm80/forward_state.cuh"
 
-// Scores that a query does not see become -inf.
+// Sets the scores of hidden keys to -inf.
 __device__ __forceinline__ void mask_scores(scores_frag_t& s,
                                             const block_bounds_t& block, int j0) {
   const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void mask_scores(scores_frag_t& s,
   }
 }
 
-// What a mask function shows of tiles of keys to the queries of the block.
+// Which tiles of keys a mask function shows to the queries of the block.
 __device__ __forceinline__ auto shown_to(const scores_t& scores, const params_t& params,
                                          index_t i0) {
   return [&scores, &params, i0](int j0) {
@@ -35,8 +35,8 @@ __device__ __forceinline__ auto shown_to(const scores_t& scores, const params_t&
   };
 }
 
-// Products into final scores, mask of positions aside. With kShown the mask function
-// shows the whole tile.
+// Turns products into final scores, except for masks by position. With kShown the mask
+// function shows the whole tile.
 template <bool kShown>
 __device__ __forceinline__ void finish_scores(scores_frag_t& s, const scores_t& scores,
                                               const params_t& params, index_t i0,
@@ -46,8 +46,8 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s, const scores_t& 
   if constexpr (kHasTerms) {
     auto finish = [&](float x, int row, int column) {
       const index_t i = i0 + row, j = j0 + column;
-      // Behind the last query or key there may be nothing to read; functions find the
-      // nearest element by themselves.
+      // There may be nothing to read past the last query or key; functions clamp
+      // indices themselves.
       if constexpr (kHasBias || kHasMask || !(kHasScoreFunction || kHasMaskFunction)) {
         return scores.of<kShown>(x * static_cast<float>(kGivenBack),
                                  min(i, params.seqlen_q - 1),
@@ -56,7 +56,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s, const scores_t& 
       return scores.of<kShown>(x * static_cast<float>(kGivenBack), i, j);
     };
     if constexpr (kHeadDimV > 128) {
-      // o takes the registers: a few scores at a time, by way of the stack.
+      // o occupies the registers: handle a few scores at a time, through the stack.
       float on_stack[kRowTiles * kScoreTiles * 4];
       put<kScoreTiles>(on_stack, s);
 #pragma unroll 1
@@ -72,7 +72,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s, const scores_t& 
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int n = 0; n < kScoreTiles; ++n) {
-          // Parts leave no registers for what other columns will load.
+          // Split operands leave no registers to prefetch other columns.
           if constexpr (kParts == 2) ptx::compiler_fence();
 #pragma unroll
           for (int e = 0; e < 2; ++e) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: what a launch fixes, shared memory, and the work of a block.
+// attention_mma: compile-time configuration, shared memory, and the work of a block.
 #pragma once
 
 #include "attention/sm80/fp32_forward.cuh"
@@ -11,35 +11,36 @@ constexpr int kStages = STAGES;
 #else
 constexpr int kStages = 1;
 #endif
-// float32 comes from tiles that attention_mma_prepare has split, or is split here.
+// float32 was split in advance by attention_mma_prepare; otherwise it is split here.
 constexpr bool kPrepared = IS_GIVEN(PREPARED);
-// Rows of 16-bit q, k and v are known to be whole chunks of 16 bytes.
+// Rows of 16-bit q, k and v consist of whole, aligned 16-byte chunks.
 constexpr bool kAligned = IS_GIVEN(ALIGNED);
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged && kWarpsPerRow == 1));
-// A block has several tiles of queries.
+// A block processes several tiles of queries.
 constexpr bool kPersistent = IS_GIVEN(PERSISTENT);
-// Of a stage in shared memory.
+// Bytes of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kBytesTileStats : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kBytesTileStats : 0);
 constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
-// Fragments of q stay in registers where there is room.
+// Fragments of q stay in registers if these suffice.
 constexpr bool kKeepQ =
     !kSplits && kHeadDim <= 64 && kHeadDimV <= 64 && kRowTiles * kHeadDim <= 128;
-// Results leave by way of shared memory, while the next tiles come: from one stage,
-// from a place of their own, or as follows; else from the place of all tiles.
+// A persistent block stores results through shared memory while its next tiles load.
+// kOutApart: through a buffer of its own. Otherwise through one stage, or as below; a
+// block that is not persistent may use all tiles.
 constexpr bool kOutApart = kPersistent && kStages == 1 && kKeepQ && kWarpsPerRow == 1;
-// Half of the rows at a time, by the place of weights: q and k of the next tile come
-// beside the last products with v.
+// kOutByP: through the buffer of the weights, half of the rows at a time, while q and
+// the next k load beside the last products with v.
 constexpr bool kOutByP = kPersistent && kStages == 1 && kWarpsPerRow > 1;
 constexpr int kOutRounds = kOutByP ? 2 : 1;
-// By the place of q, which then comes last.
+// kOutByQ: through the tile of q, which is then loaded last.
 constexpr bool kOutByQ =
     kPersistent && !kOutApart && !kOutByP && (kStages == 1 || kBytesOut > kStage);
 static_assert(!kPersistent || (!kSplits && !kHasTerms));
-static_assert(!kHasParts || kSplits);  // 16 bits would round results of parts
+static_assert(!kHasParts || kSplits);  // 16 bits would round partial results
 static_assert(!kPersistent || kOutApart || kOutByP ||
               kBytesOut <= (kOutByQ ? kBytesQ : kStage));
 static_assert(!kOutByP || (kBytesOut <= 4 * kBytesP && kRowTiles == 2));
@@ -47,15 +48,15 @@ constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kByte
                                  : kBytesTiles > kBytesOut ? kBytesTiles
                                                            : kBytesOut;
 
-// A tensor core cuts the bits that fall off a sum: products of one sign come out
-// smaller by about 0.4 units in the last place with each step of 16 columns but the
-// first. Half of that is given back, never more than the 2 units that a score may be
-// wrong by; up to 4 steps nothing is. float32 is summed by rounding (fp32_forward.cuh).
+// Tensor cores truncate the low bits of a sum: sums of products of one sign come out
+// smaller by about 0.4 ulp per step of 16 columns after the first. Half of this is
+// compensated, and never more than the 2 ulp that a score may be off by; up to 4 steps
+// nothing is. float32 is summed with rounding (fp32_forward.cuh).
 constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
 
-// Keys that the queries of a block see, by their numbers.
+// The keys that the queries of a block see by their position.
 struct block_bounds_t {
   int low, high, num_keys;      // as mask_bounds_t, for the tile at key 0
   int plain_first, plain_last;  // tiles of which all queries see all keys
@@ -74,18 +75,17 @@ struct block_bounds_t {
   }
 };
 
-// A tile of queries, and the keys that it walks over.
+// A tile of queries, and the keys it attends to.
 struct work_tile_t {
   const elem_t* q_rows;
   block_bounds_t block;
   int num_rows, first, last, i0;
 
   work_tile_t() = default;
-  // `head` has the bounds of query 0 and key 0, whose numbers are so far from those of
-  // all queries and keys where they are clamped that sums stay beyond them. Rows behind
-  // the queries are zeros, and nobody stores what comes of them. Tiles of keys start at
-  // multiples of kBlockN, so that a row is summed in the same order whatever the tile
-  // of queries it lies in.
+  // `head` has the bounds for query 0 and key 0, clamped to values so large that sums
+  // with positions stay out of range. Rows past the last query are zeros and never
+  // stored. Tiles of keys start at multiples of kBlockN, so that the order of summation
+  // of a row does not depend on its tile of queries.
   __device__ __forceinline__ work_tile_t(const mask_bounds_t& head,
                                          const elem_t* q_head, index_t row_stride,
                                          int i0, int first_of_part = 0)
@@ -98,9 +98,8 @@ struct work_tile_t {
   }
 };
 
-// Where tile `turn` of this block begins among the queries; less than 0 behind the
-// last one. The blocks of a head take turns up and down, so that each gets long ones
-// and short ones.
+// The first query of tile `turn` of this block; negative past the last tile. The blocks
+// of a head go through the tiles in a zigzag, so that each gets long and short ones.
 __device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
   const int blocks = gridDim.x, block = blockIdx.x;
   const int tile =
@@ -108,8 +107,8 @@ __device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
   return (num_tiles - 1 - tile) * kBlockM;
 }
 
-// What only the end of the kernel or rare data need: in the loop there are no registers
-// for it.
+// What is needed only at the end of the kernel, or for rare data: no registers for it
+// during the loop.
 struct block_state_t {
   tile_coord_t at;
   double from_log2;
@@ -117,20 +116,20 @@ struct block_state_t {
   const elem_t* q_head;  // of tile 0
   mask_bounds_t head;
   work_tile_t work;
-  int turn;  // of the work tile among those of this block
+  int turn;  // index of the work tile among those of this block
   bool aligned_q, aligned_k, aligned_v;
   __device__ bool has_aligned_q() const { return kAligned || aligned_q; }
   __device__ bool has_aligned_k() const { return kAligned || aligned_k; }
   __device__ bool has_aligned_v() const { return kAligned || aligned_v; }
   bool special;                   // a value of this block's keys is not finite
-  const unsigned char* operands;  // of the tiles of k and v, of this head
+  const unsigned char* operands;  // split tiles of k and v of this head
 };
 constexpr unsigned kBytesStatsOfStaging = 128, kBytesState = 384;
 static_assert(sizeof(block_state_t) <= kBytesState);
 static_assert(4 * sizeof(tile_stats_t) + sizeof(int) <= kBytesStatsOfStaging);
 
-// The state, read again; still known to lie in shared memory, since a load that has to
-// find out takes ten times as long.
+// The state, reloaded; still known to be in shared memory, because generic loads take
+// ten times as long.
 __device__ __forceinline__ const block_state_t& reload_state(
     const block_state_t& state) {
   unsigned address = shared_address(&state);
@@ -140,12 +139,11 @@ __device__ __forceinline__ const block_state_t& reload_state(
 
 // --- shared memory -------------------------------------------------------------------
 
-// In the order of their places; smem_bytes() of _attention/gpu/sm80/forward.py counts
-// the same.
+// In memory order; smem_bytes() of _attention/gpu/sm80/forward.py must agree.
 struct smem_t {
-  unsigned char *front, *q, *k, *v;  // stages of k and v follow the first one
+  unsigned char *front, *q, *k, *v;  // further stages of k and v follow the first
   unsigned char *staging_k, *staging_v;
-  tile_stats_t *stats_k, *stats_v;  // of float32, by parity of the tile
+  tile_stats_t *stats_k, *stats_v;  // for float32, by parity of the tile
   int* largest_q;
   block_state_t* state;
   unsigned char* p;
@@ -169,12 +167,12 @@ struct smem_t {
   }
 };
 
-// What the rows of a work tile have so far.
+// The results of a work tile so far.
 struct result_t {
   out_frag_t& o;
   softmax_t& rows;
   centers_t& centers;
   two_level_out_t& two_level;
-  bool careful;  // the second walk, of rows that the first could not sum
-  bool& begun;   // the next tile of queries is on its way
+  bool careful;  // second pass, for rows that the first could not sum
+  bool& begun;   // the next tile of queries is loading
 };

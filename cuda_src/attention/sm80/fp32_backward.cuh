@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT
-// What the gradient kernels of float32 by mma.sync share: the split inputs
-// into float16 numbers, and products of such tiles.
+// Shared by the gradient kernels of float32 by mma.sync: inputs split into float16
+// numbers, and products of such tiles.
 //
-// 32 rows of q, dO, k or v are multiplied by a power of 2 that brings their largest
-// number to [2^14, 2^15). Then x = high + low, both float16, leaves out at most 2^-23
-// of x or 2^-39 of the largest number, and a product of two takes three of float16:
-// high high + high low + low high. P and dS are split so in registers, each row of a
-// tile by a power of its own. precision="tf32" takes high alone.
+// 32 rows of q, dO, k or v (a granule) are multiplied by a power of 2 that brings their
+// largest number to [2^14, 2^15). Then x = high + low, both float16, is off by at most
+// 2^-23 of x or 2^-39 of the largest number, and a product takes three of float16: high
+// high + high low + low high. P and dS are split in registers, each row of a tile with
+// its own power of 2. precision="tf32" uses only high.
 //
 // operands  (tensor, entries, granules) of kBytesOperand: kParts tiles of kGranule rows
-// as
-//         they stand in shared memory, and their statistics. q and dO of all heads come
-//         first, then k and v of theirs. What is not finite is 0 there
-// stats   (entries, granules of queries, 3, kGranule)  float: lse in units of log2,
-//         delta, and what weights of the row are to be multiplied by
+//           in
+//         the layout of shared memory, and their statistics. First q and dO of all
+//         heads, then k and v of theirs. Nonfinite numbers are replaced by 0
+// stats   (entries, granules of queries, 3, kGranule)  float: lse in log2, delta, and
+//         the factor of the weights of the row
 //
-// Pairs of granules whose numbers parts cannot hold set found->nonfinite, and all
-// gradients are made again in plain float32 by the portable kernels. So do pairs of a
-// query and a key that see each other with a number that is not finite.
+// Pairs of granules with numbers that parts cannot represent set found->nonfinite, and
+// the portable kernels compute all gradients again in plain float32. So do pairs of a
+// query and a key that see each other with a nonfinite number.
 #pragma once
 
 #include "attention/sm80/fp32_split.cuh"
@@ -33,7 +33,7 @@ static_assert(kSplits);
 constexpr int kGranule = 32;     // rows
 constexpr int kStages = STAGES;  // granules of the rows walked over, in shared memory
 static_assert(kStages == 1 || kStages == 2);
-// Granules of an array's rows come in as many as the largest tile of a block has.
+// The granules of an array are rounded up to those of the largest tile.
 constexpr int kLargestTile = 128;
 constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;
 constexpr unsigned kBytesTileStats = 128;
@@ -45,12 +45,12 @@ __device__ __forceinline__ int granules_of(index_t num_rows) {
          (kLargestTile / kGranule);
 }
 
-// What the numbers of a granule are like.
+// Statistics of a granule.
 struct tile_stats_t {
-  float from_parts;  // the inverse of its power of 2
-  float largest;     // size of a finite number
-  unsigned marked;   // rows with numbers that are not finite, one bit each
-  int is_uneven;     // parts lack bits of rows or columns that are small beside others
+  float from_parts;  // inverse of its power of 2
+  float largest;     // largest finite magnitude
+  unsigned marked;   // rows with nonfinite numbers, one bit each
+  int is_uneven;     // some rows or columns are so small that parts lose bits
 };
 
 __device__ __forceinline__ const tile_stats_t& tile_stats_of(
@@ -58,7 +58,7 @@ __device__ __forceinline__ const tile_stats_t& tile_stats_of(
   return *reinterpret_cast<const tile_stats_t*>(operand + kParts * kBytesPart);
 }
 
-// Where the operands of an entry begin.
+// Where the operands of an entry start.
 struct split_operands_t {
   const unsigned char *q, *dout, *k, *v;
 
@@ -77,9 +77,9 @@ struct split_operands_t {
   }
 };
 
-// A block's tile of an entry, by the number of the block. Sections of entries whose
-// other rows stay in the L2 cache follow each other; tiles of one come in the order of
-// their length, if that differs.
+// The tile of a block, by the index of the block. Sections of entries whose other rows
+// fit into the L2 cache follow each other; within one, tiles are sorted by length if
+// that differs.
 struct work_tile_t {
   index_t tile, kept;
   bool exists;  // the grid is rounded up
@@ -97,7 +97,7 @@ struct work_tile_t {
   }
 };
 
-// Starts to copy kBytes as they lie.
+// Starts copying kBytes.
 template <unsigned kBytes>
 __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from) {
   static_assert(kBytes % 16 == 0);
@@ -112,8 +112,8 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
   }
 }
 
-// Whether a run of sums ends between rows `first` and `next` of those walked over: the
-// last one ends behind them.
+// Whether a run of a two-level sum ends between rows `first` and `next`; the last run
+// ends after the loop.
 __device__ __forceinline__ bool run_ends_between(int first, int next, int last) {
   constexpr int kRun = kRunTiles * kGranule;
   const bool ends = kHasMaskFunction ? next / kRun != first / kRun : next % kRun == 0;
@@ -122,21 +122,20 @@ __device__ __forceinline__ bool run_ends_between(int first, int next, int last) 
 
 // --- products ------------------------------------------------------------------------
 
-// Accumulators that are summed by the tensor cores over 32 columns or rows; these sums
-// are added by rounding, since a tensor core cuts the bits that fall off.
+// Tensor cores, which truncate, sum over 32 columns or rows; these sums are added with
+// rounding.
 constexpr int kApart = 2;
 constexpr int kSteps = kHeadDim / 16;
 static_assert(kSteps % kApart == 0 && kGranule == 16 * kApart);
 
-// Pairs of tiles of 8 columns that are computed side by side; with two 128 columns
-// spill.
+// Pairs of tiles of 8 columns computed side by side; with two, 128 columns spill.
 constexpr int kPairs = 1;
 
 template <int kRows>
 using parts_t = unsigned[kRows][kParts][4];  // 16 columns of an A operand
 
-// sum += a b over all parts, small ones first. With kMirrored b is first among those,
-// so that (a b)^T = b^T a^T to the bit.
+// sum += a b over all parts, small ones first. With kMirrored the roles of a and b are
+// exchanged, so that (a b)^T = b^T a^T to the bit.
 template <bool kMirrored, int kRows>
 __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4],
                                                const unsigned (&a)[kRows][kParts][4],
@@ -158,7 +157,7 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4
   multiply(0, 0);
 }
 
-// Numbers of this lane's rows of kRows tiles of 16.
+// One number per row of this lane, in kRows tiles of 16.
 template <int kRows> struct units_t {
   float of[kRows][2];
 
@@ -178,7 +177,7 @@ template <int kRows> struct units_t {
   }
 };
 
-// to += sum times the unit that `unit(m, e)` tells.
+// to += sum times the unit that `unit(m, e)` returns.
 template <int kRows, int kCols, int kTiles, typename Unit>
 __device__ __forceinline__ void add_times(float (&to)[kRows][kCols][4],
                                           const float (&sum)[kRows][kTiles][4],
@@ -262,16 +261,16 @@ __device__ __forceinline__ void add_product_in_parts(
       multiply_parts<false>(sum, a[step], y);
     }
     add_times(sums, sum, n, [&](int m, int e) { return unit.of[m][e / 2]; });
-    // Fragments of more columns than these would take the registers.
+    // Keeps the compiler from holding fragments of more columns in registers.
     if (n % 8 == 6) ptx::end_region(unit.of[0][0] < 0);
   }
 }
 
-// Sums are kept times this, so that the units of small numbers are numbers.
+// Sums are scaled by this, so that the units of small numbers do not underflow.
 constexpr float kLift = 0x1p40f;
 
-// The accumulators of a warp as an A operand in parts, each row times a power of 2.
-// Returns the inverse of these.
+// Splits a warp's accumulators into parts of an A operand, each row scaled by a power
+// of 2. Returns the inverses of these powers.
 template <int kSummed, int kRows, int kCols>
 __device__ __forceinline__ units_t<kRows> as_parts(
     unsigned (&a)[kSummed][kRows][kParts][4], const float (&x)[kRows][kCols][4]) {
@@ -290,7 +289,7 @@ __device__ __forceinline__ units_t<kRows> as_parts(
       // Four lanes share a row.
       largest = fmaxf(largest, shuffle_xor(largest, 1));
       largest = fmaxf(largest, shuffle_xor(largest, 2));
-      // With kLift and the unit of a granule, at least 2^-54, the inverse is a number.
+      // The inverse, times kLift and the unit of a granule (at least 2^-54), is finite.
       constexpr int kLeast = (127 - 98) << 23, kMost = (127 + 100) << 23;
       const int exponent =
           min(max(__float_as_int(largest) & kInfinityBits, kLeast), kMost);
@@ -310,7 +309,7 @@ __device__ __forceinline__ units_t<kRows> as_parts(
   return from_parts;
 }
 
-// Number e of accumulator (m, n) again, times the power of its row.
+// Number e of accumulator (m, n) reassembled, scaled as its row is.
 template <int kSummed, int kRows>
 __device__ __forceinline__ float of_parts(
     const unsigned (&a)[kSummed][kRows][kParts][4], int m, int n, int e) {

@@ -2,24 +2,25 @@
 // attention_vjp_mma_split_keys: dk and dv of float32 by mma.sync.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A block owns a tile of
-//            keys and walks over granules of queries, its scores transposed:
+//            keys and loops over granules of queries, with transposed scores:
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q
-//            P is multiplied by what attention_vjp_mma_split_queries has found for its
-//            query
-// Grid       1-D, a block a tile of keys of a kept entry; first tiles first, since
+//            P is multiplied by the factor that attention_vjp_mma_split_queries
+//            computed for its query
+// Grid       1-D, one block per tile of keys of a kept entry; first tiles first, since
 //            causal ones are longest
 // Tiles      k, v     kBlockN / kGranule operands   shared, loaded once
 //            q, dO    one of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys
-// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
-// Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
+//            L2
+// Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_mma_split_queries
 #include "attention/sm80/fp32_backward.cuh"
 
 constexpr int kKeyTiles = kBlockN / (16 * kNumWarps), kQueryTiles = kGranule / 8;
 constexpr int kGranules = kBlockN / kGranule;
-// dk and dv together, or one of them, where registers do not hold both.
+// dk and dv together, or only one of them where registers do not hold both.
 #if !defined(MAKES_DK) || !defined(MAKES_DV)
 #error "MAKES_DK and MAKES_DV come from the host"
 #endif
@@ -29,16 +30,17 @@ static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN &&
               kGranules * kGranule == kBlockN);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
-// What all threads are told of a block and of an entry. They have no registers for it.
+// What all threads need of a block and of an entry; in shared memory for lack of
+// registers.
 struct view_t {
   split_operands_t operands;
   const float* stats;
-  index_t kept, entry;  // the kept entry, and its first one among all
-  int j0, first, last;  // the first key; queries
+  index_t kept, entry;  // the kept entry, and its first entry of all
+  int j0, first, last;  // first key; range of queries
   seen_t seen;
 };
 
-// This warp's first key, of the tile.
+// This warp's first key within the tile.
 __device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles); }
 
 // Stores dk and dv of the tile of keys, and reports a number that is not finite.
@@ -70,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
         const float* __restrict__ stats,             // fp32_backward.cuh
         found_t* __restrict__ found,
-        const index_t section,    // entries whose q and dO stay in the L2 cache
+        const index_t section,    // entries whose q and dO fit into L2 together
         grad_t* __restrict__ dk,  // as k, summed over entries
         grad_t* __restrict__ dv,  // as v, summed over entries
         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
@@ -85,14 +87,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   {
     const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
-    // Other blocks may just ask for repairs: all threads see that or none.
+    // Another block may just set the flag: make all threads of this one agree.
     if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
     if (threadIdx.x == 0) {
       view.kept = work.kept;
       view.entry = locate(grads.kept, work.kept).of[0];
       view.j0 = static_cast<int>(work.tile) * kBlockN;
     }
-    __syncthreads();  // these are there
+    __syncthreads();  // both are stored
   }
   const differentiate_t differentiate(params, found);
 
@@ -112,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
     const tile_coord_t at = grads.entry(params, view.entry, summed_index);
     const scores_t scores(at, SCORE_ARGUMENTS);
-    __syncthreads();  // all have read the tiles of the entry before
+    __syncthreads();  // all warps have read the tiles of the previous entry
     if (threadIdx.x == 0) {
       const int j0 = view.j0;
       const range_t queries =
@@ -155,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for (; i0 < view.last; i0 += tiles.distance) {
       tiles.step<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this granule is complete; all have read the one before
+      __syncthreads();  // this granule has arrived; all warps have read the previous
+                        // one
       if constexpr (kStages == 2) load_queries(i0 + tiles.distance);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
@@ -172,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         return *reinterpret_cast<const float2*>(rows + which * kGranule + column);
       };
 
-      // P goes into its product first: dP then takes its registers.
+      // dv first: afterwards dP can use the registers of the product.
       parts_t<kKeyTiles> p[kApart];
       frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
       units_t<kKeyTiles> from_p;
@@ -188,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         auto weigh = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms)
-              ptx::compiler_fence();  // of what columns will load
+            if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
             const float2 lse = of_queries(0, n), factor = of_queries(2, n);
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m) {
@@ -218,8 +220,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                              summed<kHeadDim>(shared_address(operand_dout), 0),
                              from_p * kLift * unit_dout);
       }
-      // Of dP and dS a half of the queries at a time, if there are no registers for
-      // all.
+      // dP and dS for half of the queries at a time, if registers do not hold all.
       if constexpr (kMakesDk) {
         constexpr int kSteps = kApart / kHalves;
 #pragma unroll
@@ -251,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
       if constexpr (kStages == 1) {
-        __syncthreads();  // all have read the granule
+        __syncthreads();  // all warps have read the granule
         load_queries(i0 + tiles.distance);
       }
       if (run_ends_between(i0, i0 + tiles.distance, view.last)) end_run();

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_split_queries: dq of float32 by mma.sync, and what the kernel for
-// dk and dv has to know of each query.
+// attention_vjp_mma_split_queries: dq of float32 by mma.sync, and statistics of each
+// query for the kernel of dk and dv.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the part of a tile of
 //            queries, over granules of keys from first to last:
 //                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
 //                dq += dS k,  total += P
-//            lse was made from scores of other roundings, so that P does not sum to 1.
-//            Where the total and the share of the sink are 1 but for roundings, P is
-//            divided by them: dq here, P in the other kernel. Where they are not, lse
-//            knows of keys that are not here
-// Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
-//            ones are longest
+//            lse came from scores with other rounding errors, so P does not sum to 1.
+//            If the total, with the sink, is 1 up to rounding, P is divided by it: dq
+//            here, P in the other kernel. If it is not, lse covers keys of other calls
+// Grid       1-D, one block per tile of queries of an entry; last tiles first, since
+//            causal ones are longest
 // Tiles      q, dO    kBlockM / kGranule operands   shared, loaded once
 //            k, v     one of each            shared, kStages of them
 //            S, dP, dq  a warp has 16 kRowTiles queries
-// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
-// Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
-// Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
-//            2^29 queries and keys; sm_80 or newer
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
+//            L2
+// Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
+// Limits     head_dim and head_dim_v up to kHeadDim, padded with zeros; fewer than 2^29
+//            queries and keys; sm_80 or newer
 #include "attention/sm80/fp32_backward.cuh"
 
 constexpr int kRowTiles = kBlockM / (16 * kNumWarps), kKeyTiles = kGranule / 8;
@@ -26,33 +26,33 @@ constexpr int kGranules = kBlockM / kGranule;
 static_assert(kRowTiles * 16 * kNumWarps == kBlockM && kGranules * kGranule == kBlockM);
 static_assert(kRowTiles <= 2 && kBlockN == kGranule && kLargestTile % kBlockM == 0);
 
-// Scores are wrong by up to 2^-38 of scale * head_dim * max |q| * max |k| beside their
-// roundings: 2^-20 where that is below the first bound. Numbers of dP above the other
-// one have parts, and units that are numbers.
+// Scores are off by up to 2^-38 of scale * head_dim * max |q| * max |k| in addition to
+// their rounding: 2^-20 where that product is below kLargestScore. Above
+// kSmallestProduct, dP has parts and units in range.
 constexpr float kLargestScore = 0x1p18f, kSmallestProduct = 0x1p-60f;
 
-// What all threads are told of a block. They have no registers for it.
+// What all threads need of a block; in shared memory for lack of registers.
 struct view_t {
   split_operands_t operands;
   index_t kept, row_of_heads;  // the kept entry, and the entry among all
-  int i0, first, last;         // the first query; keys
+  int i0, first, last;         // first query; range of keys
   seen_t seen;
 };
 
-// The first of this lane's queries, of the tile.
+// The first of this lane's queries, within the tile.
 __device__ __forceinline__ int row() {
   return warp_index() * (16 * kRowTiles) + lane_index() / 4;
 }
 
-// Whether some query of a granule sees some key of another, as far as positions tell.
+// Whether positions let some query of a granule see some key of another.
 __device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds) {
   const int rows = min(bounds.num_queries, kGranule),
             cols = min(bounds.num_keys, kGranule);
   return rows > 0 && cols > 0 && bounds.low < cols && bounds.high > 1 - rows;
 }
 
-// Whether a query of the granule at i0 sees a key of that at j0 with a number that is
-// not finite.
+// Whether a query of the granule at i0 sees a key of the one at j0, and one of the two
+// holds a nonfinite number.
 __device__ __forceinline__ bool sees_marked(const scores_t& scores,
                                             unsigned marked_queries,
                                             unsigned marked_keys, index_t i0,
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
   return false;
 }
 
-// Whether the block has pairs for which parts will not do; its threads share them out.
+// Whether parts cannot represent some pairs of the block; its threads divide the work.
 __device__ __forceinline__ bool has_odd_pairs(const view_t& view,
                                               const scores_t& scores,
                                               const params_t& params) {
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const float* __restrict__ delta,             // as lse, contiguous
         float* __restrict__ stats,                   // fp32_backward.cuh
         found_t* __restrict__ found,
-        const index_t section,  // entries whose k and v stay in the L2 cache
+        const index_t section,  // entries whose k and v fit into L2 together
         grad_t* __restrict__ dq, SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
-  // Other blocks may just ask for repairs: all threads see that or none.
+  // Another block may just set the flag: make all threads of this one agree.
   if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
   const tile_coord_t at = grads.entry(params, locate(grads.kept, work.kept).of[0], 0);
   const scores_t scores(at, SCORE_ARGUMENTS);
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     return;
   }
 
-  constexpr int kRows = 2 * kRowTiles;  // of a thread
+  constexpr int kRows = 2 * kRowTiles;  // per thread
   const differentiate_t differentiate(params, found);
   float log_sum[kRows], delta_of[kRows], total[kRows];
 #pragma unroll
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int i = view.i0 + row() + 8 * r;
     const bool exists = i < params.seqlen_q;
     const float x = exists ? at.at(lse, grads.lse)[i * grads.lse.row] : 0.f;
-    // Of a query that sees no key any finite lse will do.
+    // If a query sees no key, any finite lse will do.
     log_sum[r] = !exists                   ? infinity<float>()
                  : x == -infinity<float>() ? 0.f
                                            : x * static_cast<float>(kLog2e);
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (; j0 < view.last; j0 += tiles.distance) {
     tiles.step<kStages == 2>(j0, view.last, shown);
     ptx::wait_copy_groups<0>();
-    __syncthreads();  // this granule is complete; all have read the one before
+    __syncthreads();  // this granule has arrived; the previous one has been read
     if constexpr (kStages == 2) load_keys(j0 + tiles.distance);
     const unsigned char* const operand_k =
         stages + j0 / kGranule % kStages * (2 * kBytesOperand);
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     auto finish = [&](auto sees) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
+        if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(operand_k), 0),
                          from_ds * kLift * unit_k);
     if constexpr (kStages == 1) {
-      __syncthreads();  // all have read the granule
+      __syncthreads();  // all warps have read the granule
       load_keys(j0 + tiles.distance);
     }
     if (run_ends_between(j0, j0 + tiles.distance, view.last)) {
@@ -267,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if constexpr (kHasSinks) {
       x += ptx::ex2_approx_ftz(scores.sink() * static_cast<float>(kLog2e) - log_sum[r]);
     }
-    // Within 8 units of lse, or of 1.
+    // Within 8 ulp of lse, or of 1.
     const float roundings =
         8 * 0x1p-23f * fmaxf(1, fabsf(log_sum[r]) * static_cast<float>(kLn2));
-    // A row that is not there has an infinite lse and no total.
+    // Rows that do not exist have an infinite lse and no total.
     const float factor = x > 0 && fabsf(x - 1) <= roundings ? 1 / x : 1.f;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_split_prepare: float32 inputs as the operands of float16 numbers
-// that the gradient kernels multiply.
+// attention_vjp_mma_split_prepare: splits float32 inputs into the float16 operands that
+// the gradient kernels multiply.
 //
-// Algorithm  fp32_backward.cuh. Every block of those kernels would split each granule
-//            of the other rows anew; here it is done once
-// Grid       1-D, a block a granule of q, dO, k or v
+// Algorithm  fp32_backward.cuh. Done once here, instead of once per block that needs
+//            the granule
+// Grid       1-D, one block per granule of q, dO, k or v
 // Memory     global: inputs and operands once
-// Numbers    rows behind the lengths, and what is not finite, become zeros
+// Numbers    rows past the lengths, and nonfinite numbers, become zeros
 // Limits     head_dim and head_dim_v up to kHeadDim
 #include "attention/sm80/fp32_backward.cuh"
 
-// Powers of 2 by which the largest number of a row or column may be below that of its
-// granule: what is lost of such a row is 2^-19 of it.
+// How many powers of 2 the largest number of a row or column may lie below that of its
+// granule; the row then loses 2^-19 of it.
 constexpr int kSpread = 20;
-// Of the largest number, within which units and their products are numbers.
+// Range of the largest number in which units and their products are finite.
 constexpr int kMostExponent = 40;
 
 constexpr int kChunks = kHeadDim / kElemsOfChunk;
-constexpr int kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;  // of a row
+constexpr int kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;  // per row
 constexpr int kEach = kGranule * kChunks / kNumThreads;
 static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks == 0);
 
-// Gathered by all threads: bits of sizes.
+// Gathered by all threads: bits of magnitudes.
 struct gathered_t {
-  int largest, smallest;  // of all; of rows and columns that are not 0
+  int largest, smallest;  // over all; over nonzero rows and columns
   unsigned marked;
   int rows[kGranule], columns[kHeadDim];
 };
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const index_t head = divide(number, granules);
   if (head >= num_heads) return;
   const int i0 = static_cast<int>(number - head * granules) * kGranule;
-  // Of keys, the first query head that uses them.
+  // For keys, the first query head that uses them.
   const tile_coord_t at(params, of_queries ? head : head * params.group_size, 1);
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t length = of_queries ? scores.num_queries() : scores.num_keys();
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     gathered.smallest = kInfinityBits;
     gathered.marked = 0;
   }
-  __syncthreads();  // what is gathered is cleared
+  __syncthreads();  // the statistics are cleared
 
   float chunk[kEach][4];
   int columns[4] = {};
@@ -105,13 +105,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
       atomicMin(&gathered.smallest, size);
     }
   }
-  __syncthreads();  // and all that is gathered
+  __syncthreads();  // and so are the statistics
 
   const int largest = gathered.largest;
   const int exponent = largest == 0 ? 0 : (largest >> 23) - 127;
   const bool fits = exponent >= -kMostExponent && exponent <= kMostExponent;
   const int up = fits ? 14 - exponent : 0;
-  // Zeros where numbers do not fit: pairs that are not seen are multiplied, too.
+  // Zeros if the numbers do not fit, because hidden pairs are multiplied, too.
   const float to_parts = fits ? __int_as_float((127 + up) << 23) : 0.f;
   const index_t first =
       of_queries ? 0 : 2 * heads * granules_q;  // operands of queries before these
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     const tile_stats_t tile_stats = {__int_as_float((127 - up) << 23),
                                      __int_as_float(largest), gathered.marked,
                                      is_uneven || !fits};
-    // All of it is copied, and the first are read.
+    // The whole slot is copied later, although only the first numbers are read.
     reinterpret_cast<tile_stats_t*>(parts + kParts * kBytesPart)[threadIdx.x] =
         tile_stats;
   }

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: float32 on tensor cores, by numbers that are split into float16.
+// attention_mma: float32 on tensor cores, with numbers split into float16.
 //
 // A tile is multiplied by a power of 2 that brings its largest number to [2^14, 2^15).
-// Then x = high + low, both float16, leaves out at most 2^-23 of x or 2^-39 of the
-// largest number, and q k = high high + high low + low high leaves out 2^-22 of q k.
-// precision="tf32" takes high alone, which has the 11 bits of that format. A tile where
-// 2^-39 of its largest number is not small enough, or whose numbers are not finite, has
-// scores or values that are computed one by one instead (`whole`, `marked`).
+// Then x = high + low, both float16, is off by at most 2^-23 of x or 2^-39 of the
+// largest number, and q k = high high + high low + low high by 2^-22 of q k.
+// precision="tf32" uses only high, which has the 11 significant bits of that format. If
+// 2^-39 of its largest number is not small enough, or if numbers are not finite, the
+// scores or values of a tile are computed one by one instead (`whole`, `marked`).
 #pragma once
 
 #include "attention/sm80/softmax.cuh"
 
-// Keys of a tile, one bit each.
+// The keys of a tile, one bit each.
 constexpr int kKeyWords = kBlockN / 32;
 
-// What a tile of k or v says of its numbers, gathered by all threads.
+// Statistics of a tile of k or v, gathered by all threads.
 struct tile_stats_t {
-  int largest;   // bits of the largest size of a finite number
-  int smallest;  // the same of the smallest among largest sizes of 4 neighbours, not 0
-  unsigned marked[kKeyWords];  // keys with numbers that are not finite
+  int largest;   // bits of the largest finite magnitude
+  int smallest;  // the smallest nonzero maximum over 4 neighbours, likewise
+  unsigned marked[kKeyWords];  // keys with nonfinite numbers
 
   __device__ void clear() {
     largest = 0;
@@ -28,10 +28,10 @@ struct tile_stats_t {
   }
 };
 
-// The power of 2 for a tile; 1 where the tile cannot be split.
+// The power of 2 of a tile; 1 where the tile cannot be split.
 struct scale_t {
-  // Products of two such powers are numbers, too; of tf32, also o in units of the one
-  // after a tile with the other.
+  // Keeps products of two such powers finite; for tf32 also o in the unit of one tile
+  // after another.
   static constexpr int kMost = kParts == 2 ? 60 : 30;
 
   float to_parts, from_parts;
@@ -46,10 +46,10 @@ struct scale_t {
   }
 };
 
-// Scores with an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q|
-// * max |k| have one of 2^-25 (2^-11) below this bound.
+// Scores have an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q|
+// * max |k|, which is 2^-25 (2^-11) below this bound.
 constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
-// A value may be so many powers of 2 below the largest of its tile.
+// How many powers of 2 a value may lie below the largest of its tile.
 constexpr int kSpread = kParts == 2 ? 16 : 28;
 
 template <int kDim> struct staging_t {
@@ -59,7 +59,7 @@ template <int kDim> struct staging_t {
   }
 };
 
-// Gathers the statistics of a tile; `load(n)` gives its chunk n.
+// Gathers the statistics of a tile; `load(n)` returns its chunk n.
 template <int kDim, typename Load>
 __device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
   using staging_rows = staging_t<kDim>;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
   }
 }
 
-// 4 numbers of a row as kParts tiles of float16; what is not finite becomes 0.
+// Stores 4 numbers of a row as kParts tiles of float16; nonfinite ones become 0.
 template <int kDim>
 __device__ __forceinline__ void put_parts(unsigned char* tile, unsigned bytes, int row,
                                           int chunk, float4 x, float to_parts) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void put_parts(unsigned char* tile, unsigned bytes, i
   }
 }
 
-// The chunks of a tile become parts.
+// Splits the chunks of a tile into parts.
 template <int kDim, typename Load>
 __device__ __forceinline__ void split_tile(unsigned char* tile, float to_parts,
                                            Load load) {
@@ -123,7 +123,8 @@ __device__ __forceinline__ void split_tile(unsigned char* tile, float to_parts,
   }
 }
 
-// Splits rows of q; returns the largest size, an infinity where one is not finite.
+// Splits rows of q; returns the largest magnitude, or infinity if a number is not
+// finite.
 __device__ __forceinline__ float split_q(unsigned char* tile, int* largest_of_block,
                                          const elem_t* q, index_t row_stride,
                                          int num_rows, int dim, bool aligned,
@@ -131,7 +132,7 @@ __device__ __forceinline__ float split_q(unsigned char* tile, int* largest_of_bl
   constexpr int kChunks = kHeadDim / kElemsOfChunk;
   int largest = 0;
   bool nonfinite = false;
-  // A second walk computes these numbers anew: there are no registers to keep them.
+  // A second pass recomputes these: there are no registers to keep them.
   unsigned thread = threadIdx.x;
   ptx::launder(thread);
 #pragma unroll 4
@@ -159,17 +160,17 @@ __device__ __forceinline__ float split_q(unsigned char* tile, int* largest_of_bl
   return nonfinite || !scale.fits ? infinity<float>() : __int_as_float(largest);
 }
 
-// A tile of k or v as it lies in memory where it has been split beforehand: the parts
-// as they stand in shared memory, and the statistics.
-constexpr unsigned kBytesTileStats = 128;  // tiles lie at multiples of it
+// A tile of k or v in global memory, split in advance: its parts in the layout of
+// shared memory, and its statistics.
+constexpr unsigned kBytesTileStats = 128;  // tiles start at multiples of it
 static_assert(sizeof(tile_stats_t) <= kBytesTileStats);
 constexpr unsigned kBytesOperandK = kParts * kBytesK + kBytesTileStats;
 constexpr unsigned kBytesOperandV = kParts * kBytesV + kBytesTileStats;
 constexpr unsigned kBytesOperands = kBytesOperandK + kBytesOperandV;
 
-// How the values of a tile are taken.
+// How the values of a tile are multiplied.
 struct values_t {
-  float to_parts, from_parts;  // to_parts is 0 where no part is used
+  float to_parts, from_parts;  // to_parts is 0 where parts are not used
   float to_unit;               // 1 / from_parts
   bool whole;                  // one by one
 
@@ -193,10 +194,10 @@ __device__ __forceinline__ bool any_marked(const tile_stats_t& tile_stats) {
 
 // --- products ------------------------------------------------------------------------
 
-// So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
-// the sums are added by rounding.
+// Tensor cores, which truncate, sum this many steps of 16; the sums are added with
+// rounding.
 constexpr int kApart = kHeadDim <= 128 ? 2 : 1;
-// Tiles of 8 columns that are computed side by side.
+// Tiles of 8 columns computed side by side.
 constexpr int kGroup = kRowTiles == 1 && kHeadDimV <= 128 ? 4 : 2;
 
 template <int kCount>
@@ -225,7 +226,7 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[2][4],
   }
 }
 
-// s = q k^T, times `unit`
+// s = unit * q k^T
 __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
                                                   const lanes_t& lanes, float unit) {
   clear<kScoreTiles>(s);
@@ -277,7 +278,7 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
   }
 }
 
-// o += p v, times `unit`
+// o += unit * p v
 __device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_frag_t& p,
                                                   const lanes_t& lanes, float unit) {
   unsigned a[kBlockN / 16][kRowTiles][kParts][4];
@@ -327,12 +328,12 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_fr
   }
 }
 
-// --- what parts cannot say -----------------------------------------------------------
+// --- what parts cannot represent -----------------------------------------------------
 
-// Rare, and so not inlined: a thread's numbers go through its stack, and the loops
-// around need no registers for what happens here.
+// Rare, so not inlined: a thread's numbers go through its stack, and the surrounding
+// loops need no registers for it.
 
-// The scores with marked keys, or with `whole` all, one by one in float32.
+// Computes scores with marked keys, or all with `whole`, one by one in float32.
 __device__ __forceinline__ void compute_marked_scores(float* s, const unsigned* marked,
                                                       bool whole, const elem_t* q_rows,
                                                       const elem_t* k_rows,
@@ -359,10 +360,9 @@ __device__ __forceinline__ void compute_marked_scores(float* s, const unsigned* 
   }
 }
 
-// o += p v for the marked keys, by each row that sees the key, of those values that are
-// not finite; or with `whole` of all keys and values. In shared memory they have been
-// replaced by 0. A product cannot leave out a key: its weight is 0, and 0 times NaN is
-// NaN. o is in units of 1 / to_unit.
+// o += p v one by one: nonfinite values of marked keys, for each row that sees the key;
+// or all keys and values with `whole`. In shared memory nonfinite values were replaced
+// by 0, because 0 * NaN of a hidden key would be NaN. o is in units of 1 / to_unit.
 __device__ __forceinline__ void add_marked_values(float* o, const float* s,
                                                   const float* reference, float to_log2,
                                                   float to_unit, const unsigned* marked,
@@ -376,7 +376,7 @@ __device__ __forceinline__ void add_marked_values(float* o, const float* s,
     const elem_t* const v_row = v_rows + (j0 + key) * params.v.row;
 #pragma unroll 1
     for (int r = 0; r < kRows; ++r) {
-      // The score is with the lane of four that owns the column.
+      // The score is held by the lane of four that owns the column.
       float x = s[(r / 2 * kScoreTiles + key / 8) * 4 + r % 2 * 2 + key % 2];
       x = __shfl_sync(kFullMask, x, (lane & ~3) | (key % 8 / 2));
       if (x == -infinity<float>()) continue;

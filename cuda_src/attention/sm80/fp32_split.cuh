@@ -4,7 +4,7 @@
 
 #include "attention/sm80/tile.cuh"
 
-// Two, or the high one alone (tf32).
+// Two, or only the high one (tf32).
 #ifdef PARTS
 constexpr int kParts = PARTS;
 #else
@@ -18,7 +18,7 @@ __device__ __forceinline__ int size_bits(float x) {
   return __float_as_int(x) & 0x7fffffff;
 }
 
-// Two floats as kCount words of two float16 each, which sum up to them.
+// Splits two floats into kCount words of two float16 each, which add up to them.
 template <int kCount>
 __device__ __forceinline__ void split(unsigned (&words)[kCount], float x, float y) {
   words[0] = pair16_t::from(x, y);
@@ -29,7 +29,7 @@ __device__ __forceinline__ void split(unsigned (&words)[kCount], float x, float 
   }
 }
 
-// Numbers of a row that load_tile() copies for a thread.
+// Numbers of a row per chunk of load_tile().
 constexpr int kElemsOfChunk = 4;
 
 // Chunk n of a matrix (num_rows, dim), zeros beyond it.

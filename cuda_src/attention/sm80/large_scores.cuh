@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: rows whose scores are too large for the loop's way to weigh them.
+// attention_mma: rows with scores too large for the main loop.
 //
-// An exponent is s c - m, where m = round(largest c) and c is a factor. Above
-// kLargeLog2 the rounding of m is a factor of all weights that leaves their range. A
-// block that ends with such a row begins again. Then the row's scores become
-// differences to the largest one so far, before any product, and its reference stands
-// still; all other rows keep every bit.
+// An exponent is s c - m, where m = round(largest s * c) and c is a factor. Beyond
+// kLargeLog2, the rounding of m alone pushes all weights out of range. A block that
+// ends with such a row starts over. In the second pass the row's scores are replaced by
+// differences to the largest one so far, before any scaling, and its reference stays
+// fixed; all other rows keep every bit.
 #pragma once
 
 #include "attention/sm80/shared_rows.cuh"
 
-// By row of a thread, on the stack, since the loop has no registers for it.
+// State for the rows of a thread; on the stack, for lack of registers in the loop.
 struct centers_t {
-  float at[kRows];  // the largest score so far; NaN where the row goes the usual way
-  int key[kRows];   // of float32: where it was
+  float at[kRows];  // largest score so far; NaN for ordinary rows
+  int key[kRows];   // for float32: its key
 
   __device__ __forceinline__ centers_t() {
 #pragma unroll
@@ -23,12 +23,12 @@ struct centers_t {
   __device__ __forceinline__ bool has(int r) const { return !is_nan(at[r]); }
 };
 
-// Rows that the loop could not weigh, or that saw no score that it could.
+// Rows whose reference left the range of the main loop, or that saw no score within it.
 __device__ __forceinline__ bool is_huge(float reference) {
   return !(fabsf(reference) < kLargeLog2);
 }
 
-// Whether query i sees some key.
+// Whether query i sees any key.
 __device__ __forceinline__ bool sees_any(const scores_t& scores, index_t i) {
   const range_t seen = scores.keys_of(i, i + 1);
   if constexpr (kHidesKeys) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ bool sees_any(const scores_t& scores, index_t i) {
   return seen.first < seen.last;
 }
 
-// At the end of a first walk: which rows want a second one; whether some row here sees
-// a key, so that there has to be one.
+// After the first pass: marks the rows that need a second one; returns whether any such
+// row sees a key, so that a second pass is necessary.
 __device__ __forceinline__ bool take_centers(centers_t& centers, const softmax_t& rows,
                                              const scores_t& scores, index_t i0) {
   bool any = false;
@@ -55,13 +55,13 @@ __device__ __forceinline__ bool take_centers(centers_t& centers, const softmax_t
   return any;
 }
 
-// Scores of huge rows become differences to the largest so far, which l and o follow.
+// Replaces scores of huge rows by differences to the largest so far; rescales l and o.
 __device__ __forceinline__ void center(scores_frag_t& s, out_frag_t& o, softmax_t& rows,
                                        centers_t& centers, row_exchange_t& exchange,
                                        float to_log2, int j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    ptx::launder(centers.at);  // a row at a time: there are few registers
+    ptx::launder(centers.at);  // one row at a time: registers are scarce
     const float before = centers.at[r];
     float now = before;
 #pragma unroll
@@ -87,7 +87,7 @@ __device__ __forceinline__ void center(scores_frag_t& s, out_frag_t& o, softmax_
       key = max(key, __shfl_xor_sync(kFullMask, key, 2));
       if (now != before) centers.key[r] = key;
     }
-    // Infinities have no difference.
+    // inf - inf is NaN: avoid the difference.
     const float by = usual || now == -infinity<float>() ? 0.f : now;
 #pragma unroll
     for (int n = 0; n < kScoreTiles; ++n) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: o of float32 over many keys, a run of tiles at a time.
+// attention_mma: two-level sums of o in float32 over many keys.
 #pragma once
 
 #include "attention/sm80/large_scores.cuh"
@@ -9,7 +9,7 @@ class two_level_out_t {
  public:
   __device__ __forceinline__ void begin() { sum_.begin(); }
 
-  // Where o has been multiplied by rows.alpha.
+  // o was multiplied by rows.alpha.
   __device__ __forceinline__ void follow(const softmax_t& rows) {
     if constexpr (kTwoLevelSums) {
 #pragma unroll
@@ -17,7 +17,7 @@ class two_level_out_t {
     }
   }
 
-  // The tile at key j0 has joined o, and that at `next` is the next one.
+  // The tile at key j0 was added to o; the next one is at `next`.
   __device__ __forceinline__ void end_tile(out_frag_t& o, int j0, int next, int last) {
     if constexpr (kTwoLevelSums) {
       constexpr int kRun = kRunTiles * kBlockN;
@@ -47,12 +47,12 @@ class two_level_out_t {
     }
   };
 
-  // Of number n of o.
+  // The row of number n of o.
   static __device__ __forceinline__ constexpr int row_of(int n) {
     return n / (kOutTiles * 4) * 2 + n % 4 / 2;
   }
 
   two_level_sum_t<float, out_frag_t> sum_;
-  // By row, how o has been multiplied since a run ended.
+  // For each row, the product of factors since a run ended.
   volatile float since_[kTwoLevelSums ? kRows : 1];
 };

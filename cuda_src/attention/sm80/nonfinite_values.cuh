@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: infinities and NaN among 16-bit values that some query does not see.
+// attention_mma: infinities and NaN among 16-bit values that are hidden from some
+// query.
 //
-// A product cannot leave out a key: its weight is 0, and 0 times NaN is NaN. A block
-// with such a result begins again, with care: it sets what is not finite to 0 in each
-// tile of v, and adds it at the end to the rows that see it. Rows that do not keep
-// every bit. Finite data pay for a look at the result alone.
+// A product cannot leave out a key: it gives the key a weight of 0, and 0 * NaN is NaN.
+// A block with a nonfinite result starts over with scrubbing: it zeroes the nonfinite
+// numbers of each tile of v, and at the end adds them to the rows that see them. Rows
+// that do not keep every bit. Finite data pay only for the check of the results.
 #pragma once
 
 #include "attention/sm80/softmax.cuh"
 
-// Sets numbers of a tile of v that are not finite to 0; whether this thread found any.
+// Zeroes the nonfinite numbers of a tile of v; returns whether this thread found any.
 __device__ __forceinline__ bool clean_values(unsigned char* tile) {
   constexpr unsigned kExponent = sizeof(elem_t) != 2     ? 0
                                  : pair16_t::kIsBfloat16 ? 0x7f80u
@@ -37,19 +38,19 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
   return found_any;
 }
 
-// Adds to the stored rows [i_first, i_last) what they see of values of keys [first,
-// last) that are not finite. The rows, and their columns, are those of this warp.
+// Adds the nonfinite values that the stored rows [i_first, i_last) see among keys
+// [first, last). Rows and columns are those of this warp.
 __device__ __forceinline__ void add_specials(elem_t* out_rows, const elem_t* v_rows,
                                              const scores_t& scores,
                                              const params_t& params, index_t i_first,
                                              index_t i_last, int first, int last) {
   unsigned lane = lanes_t::lane();
-  ptx::launder(lane);  // what follows from it would take registers of the loop
+  ptx::launder(lane);  // derived values would occupy registers during the loop
   const int dim = static_cast<int>(params.head_dim_v);
-  __syncwarp();  // what the warp has stored is there for all its lanes
+  __syncwarp();  // the stores of the warp are visible to all its lanes
 #pragma unroll 1
   for (index_t j0 = first; j0 < last; j0 += kWarpSize) {
-    // A lane looks through a key; then the warp goes through those that have some.
+    // Each lane checks one key; then the warp handles the keys with nonfinite values.
     bool special = false;
     if (j0 + lane < last) {
       const elem_t* const row = v_rows + (j0 + lane) * params.v.row;

@@ -1,35 +1,34 @@
 // SPDX-License-Identifier: MIT
 // attention_mma: rows that two warps share.
 //
-// Each of them has the scores of half of the keys, and half of the columns of o. So a
-// fragment of k or v serves twice as many rows as where a warp has rows of its own.
-// Weights go through shared memory, and are computed before anybody asks for the
-// largest score (softmax.cuh).
+// Each of the two computes the scores of half of the keys and half of the columns of o,
+// so that a fragment of k or v serves twice as many rows. They exchange weights through
+// shared memory, and compute them before the maximum is known (softmax.cuh).
 #pragma once
 
 #include "attention/sm80/softmax.cuh"
 
 static_assert(kWarpsPerRow <= 2);
 
-// What two warps tell each other about their rows.
+// What the two warps exchange about their rows.
 struct row_exchange_t {
   float number[2][kBlockM];
   int is_large[2][kBlockM];
 };
 
-// Of a thread; there is no register to keep what follows from it.
+// The thread index, reloaded: there are no registers to keep what depends on it.
 __device__ __forceinline__ unsigned reload_thread() {
   unsigned thread = threadIdx.x;
   ptx::launder(thread);
   return thread;
 }
 
-// Row r of a thread, among those of the block.
+// Row r of a thread, within the block.
 __device__ __forceinline__ int row_of_block(int r, unsigned thread) {
   return lanes_t::warp_row(thread) + lanes_t::lane(thread) / 4 + 8 * r;
 }
 
-// What the other warp has for row r. All threads of the block call this.
+// The other warp's value for row r. Called by all threads of the block.
 __device__ __forceinline__ float of_other_warp(row_exchange_t& exchange, float x,
                                                int r) {
   const unsigned thread = reload_thread();
@@ -41,8 +40,8 @@ __device__ __forceinline__ float of_other_warp(row_exchange_t& exchange, float x
   return other;
 }
 
-// The same for all rows of a thread at once; the next barrier stands before `exchange`
-// is written again.
+// The same for all rows of a thread at once. Another barrier must come before
+// `exchange` is written again.
 __device__ __forceinline__ void add_other_warp(row_exchange_t& exchange,
                                                float (&x)[kRows]) {
   const unsigned thread = reload_thread();
@@ -66,7 +65,7 @@ __device__ __forceinline__ void put_weights(unsigned char* smem_p,
   const int row = row_of_block(0, thread);
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
-    // 8 rows further chunks are swizzled in the same way.
+    // Rows 8 apart have the same swizzle.
     const int chunk = lanes_t::warp_of_row(thread) * kScoreTiles + n;
     const unsigned at = rows_t::offset(row, chunk) + lanes_t::lane(thread) % 4 * 4;
 #pragma unroll
@@ -77,7 +76,7 @@ __device__ __forceinline__ void put_weights(unsigned char* smem_p,
   }
 }
 
-// raise_where() of rows that two warps share. All threads of the block call this.
+// raise_where() for rows that two warps share. Called by all threads of the block.
 __device__ __forceinline__ void raise_shared(softmax_t& rows, const scores_frag_t& s,
                                              row_exchange_t& exchange, float to_log2,
                                              const float (&sums)[kRows]) {
@@ -101,7 +100,7 @@ __device__ __forceinline__ void raise_shared(softmax_t& rows, const scores_frag_
   __syncthreads();  // and read
 }
 
-// weigh() of the scores of one tile beside o += p v of the tile before it.
+// weigh() of one tile, interleaved with o += p v of the previous one.
 __device__ __forceinline__ void weigh_and_multiply(const softmax_t& rows,
                                                    scores_frag_t& s, float to_log2,
                                                    float (&sums)[kRows], out_frag_t& o,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// What the kernels for short entries share: a block has a head of k and v with all its
-// keys on chip at once, and its warps go through the queries of its heads.
+// Shared by the kernels for short entries: a block has one head of k and v with all its
+// keys on chip, and its warps loop over the queries of its heads.
 //
-// An operand of mma.sync is two words a lane and 32 bytes of a row deep: 16 numbers of
-// 16 bits, or 8 of float32. A float32 is the sum of two numbers of tf32, x = high +
-// low, which leaves out at most 2^-23 of x at any size; a product then takes three,
-// high high + high low + low high. precision="tf32" takes high alone.
+// An operand of mma.sync is two words per lane and 32 bytes of a row deep: 16 numbers
+// of 16 bits, or 8 of float32. A float32 is the sum of two tf32 numbers, x = high +
+// low, off by at most 2^-23 of x at any magnitude; a product then takes three, high
+// high + high low + low high. precision="tf32" uses only high.
 //
-// Rows in shared memory are 16 bytes longer than their numbers, so that 8 of them begin
-// in different banks.
+// Rows in shared memory are padded by 16 bytes, so that 8 rows start in different
+// banks.
 #pragma once
 
 #include "attention/sm80/tile.cuh"
@@ -18,25 +18,25 @@
 #error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, WARPS and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kBlockN = BLOCK_N;  // keys, and zeros up to a multiple of 16
+constexpr int kBlockN = BLOCK_N;  // keys, padded with zeros to a multiple of 16
 constexpr int kWarps = WARPS;
 constexpr int kMinBlocks = MIN_BLOCKS;
 static_assert(kWarpSize * kWarps == kNumThreads);
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kBlockN % 16 == 0);
 
 #ifdef PARTS
-constexpr int kParts = PARTS;  // numbers of tf32 for one of float32
+constexpr int kParts = PARTS;  // tf32 numbers per float32
 #else
 constexpr int kParts = 1;
 #endif
 static_assert(kParts == 1 || (kParts == 2 && kSplits));
 
-// Columns of a result that a warp makes at a time: a few even steps.
+// Columns of a result that a warp computes at a time: a few equal steps.
 constexpr int kMostColumns = kSplits ? 32 : 64;
 template <int kDim>
 constexpr int kChunk = kDim / ((kDim + kMostColumns - 1) / kMostColumns);
-constexpr int kRows = 16;                   // queries of a warp, or keys
-constexpr int kStep = 32 / sizeof(elem_t);  // how deep an operand is
+constexpr int kRows = 16;                   // queries, or keys, per warp
+constexpr int kStep = 32 / sizeof(elem_t);  // depth of an operand
 constexpr int kKeyTiles = kBlockN / 8;      // accumulators over the keys
 constexpr int kColTiles = kHeadDim / 8;     // over the columns of q and k
 constexpr int kColTilesV = kHeadDimV / 8;   // over those of v and out
@@ -46,7 +46,7 @@ template <int kTiles> using sums_t = float[kTiles][4];
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / kWarpSize; }
 
-// All warps have come here.
+// Waits until all warps arrive.
 __device__ __forceinline__ void sync_warps() {
   if constexpr (kWarps == 1) {
     __syncwarp();
@@ -57,7 +57,7 @@ __device__ __forceinline__ void sync_warps() {
 
 // --- matrices in shared memory -------------------------------------------------------
 
-// Rows of kCols numbers.
+// A matrix with rows of kCols numbers.
 template <int kCols> struct matrix_t {
   static constexpr unsigned kPitch = kCols * sizeof(elem_t) + 16;
   static constexpr int kNextRow = kPitch / sizeof(elem_t);
@@ -73,8 +73,8 @@ template <int kCols> struct matrix_t {
     return reinterpret_cast<elem_t*>(rows + row * kPitch) + col;
   }
 
-  // Starts to copy rows [0, num_rows) of x (.., dim), and zeros up to kCount rows;
-  // `thread` is the number of this one of kThreads.
+  // Starts copying rows [0, num_rows) of x (.., dim), padded with zeros to kCount rows;
+  // `thread` is the index of this one of kThreads.
   template <int kCount, int kThreads>
   __device__ __forceinline__ void load(const elem_t* x, index_t row_stride,
                                        int num_rows, int dim, int thread) const {
@@ -101,7 +101,7 @@ template <int kCols> struct matrix_t {
 
 // --- operands ------------------------------------------------------------------------
 
-// 16 rows by kStep, and kStep by 8 columns, as mma.sync takes them.
+// 16 rows by kStep, and kStep by 8 columns, in the layout of mma.sync.
 struct left_t {
   unsigned parts[kParts][4];
 };
@@ -109,7 +109,7 @@ struct right_t {
   unsigned parts[kParts][2];
 };
 
-// A word as it lies in memory, as kParts operands.
+// Splits a word from memory into kParts operands.
 __device__ __forceinline__ void split_word(unsigned word, unsigned (&parts)[kParts]) {
   if constexpr (!kSplits) {
     parts[0] = word;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void split_words(const unsigned (&words)[kWords],
     for (int part = 0; part < kParts; ++part) parts[part][n] = of_word[part];
   }
 }
-// Four words are two operands of 8 columns.
+// Four words form two operands of 8 columns.
 __device__ __forceinline__ void split_pair(const unsigned (&words)[4],
                                            right_t (&pair)[2]) {
 #pragma unroll
@@ -160,8 +160,8 @@ __device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x, int col,
   const int lane = lane_index();
   unsigned words[4];
   if constexpr (kSplits) {
-    // Places 0 to 3 of an operand are even rows here, places 4 to 7 odd ones; so they
-    // are in right_trans() and left_of().
+    // Slots 0 to 3 of an operand hold even rows here and slots 4 to 7 odd ones, as in
+    // right_trans() and left_of().
     const elem_t* const from = x.at(kStep * step + lane % 4 * 2, col + lane / 4);
     constexpr int kNext = matrix_t<kCols>::kNextRow;
     words[0] = __float_as_uint(to<float>(from[0]));
@@ -251,12 +251,13 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const left_t& a,
   }
 }
 
-// A tensor core cuts the bits that fall off: of float32 it sums so many steps, and
-// their sums are added by rounding.
+// Tensor cores truncate: for float32 they sum this many steps, and the sums are added
+// with rounding.
 constexpr int kApart = kSplits ? 2 : 1;
 
-// sums += x y over kSteps steps; `left(step)` and `right(tile, step, pair)` are their
-// operands. float32 has no registers for steps side by side, if they need not be.
+// sums += x y over kSteps steps; `left(step)` and `right(tile, step, pair)` give the
+// operands. With float32, steps are not interleaved unless necessary, to save
+// registers.
 template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left,
                                              Right right) {
@@ -286,7 +287,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left
   }
 }
 
-// s = x y^T of rows [row, row + 16) of x and all of y.
+// s = x y^T for rows [row, row + 16) of x and all of y.
 template <int kCols>
 __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
                                               const matrix_t<kCols>& x, int row,
@@ -296,7 +297,8 @@ __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
   add_products<kCols / kStep, true>(
       s, [&](int step) { return left(x, row, step); },
       [&](int tile, int step, right_t(&pair)[2]) { right(y, tile, step, pair); });
-  // Where a part is infinite the other is NaN, and so is a product that is not.
+  // Where one part is infinite the other is NaN, and so is a product that should not
+  // be.
   if constexpr (kParts == 2) {
 #pragma unroll
     for (int e = 0; e < 4 * kKeyTiles; ++e) {
@@ -313,8 +315,8 @@ __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
 
 // --- rows of scores ------------------------------------------------------------------
 
-// Number e of an accumulator stands in row lane / 4 + e / 2 * 8 and column
-// lane % 4 * 2 + e % 2: a lane has two rows, which three others share.
+// Number e of an accumulator is in row lane / 4 + e / 2 * 8 and column lane % 4 * 2 + e
+// % 2: a lane has two rows, shared with three others.
 
 // The keys that this lane's rows see, mask and bias aside.
 struct seen_t {
@@ -338,13 +340,13 @@ __device__ __forceinline__ float over_row(float x, Combine combine) {
   return warp_reduce<4>(x, combine);
 }
 
-// exp(s - m) as weight() has it; results of 16 bits need fewer of its digits.
+// exp(s - m) as in weight(); 16-bit results need fewer digits.
 __device__ __forceinline__ float weight_of(float s, float m) {
   if constexpr (kSplits) return weight(s, m);
   return s == -infinity<float>() ? -0.f : exp_fast(s - m);
 }
 
-// Scores become weights of a maximum of 1; m and l are those of the two rows.
+// Turns scores into weights, at most 1; m and l are those of the two rows.
 __device__ __forceinline__ void weigh(sums_t<kKeyTiles>& s, float (&m)[2],
                                       float (&l)[2]) {
 #pragma unroll
@@ -376,19 +378,19 @@ struct target_t {
   index_t row, col;  // strides
   int num_rows, dim;
 
-  // Columns from `first` on.
+  // The columns from `first` on.
   __device__ __forceinline__ target_t from(int first) const {
     return {x + first * col, row, col, num_rows, dim - first};
   }
 };
 
-// Writes 16 rows of sums, each times its factor.
+// Stores 16 rows of sums, each times its factor.
 template <int kTiles>
 __device__ __forceinline__ void store_rows(const target_t& to_rows,
                                            const float (&sums)[kTiles][4],
                                            const float (&factor)[2]) {
   const int lane = lane_index();
-  constexpr int kElems = 8 / sizeof(elem_t);  // of 8 bytes
+  constexpr int kElems = 8 / sizeof(elem_t);  // per 8 bytes
   const bool as_vectors =
       to_rows.col == 1 && (reinterpret_cast<unsigned long long>(to_rows.x) % 8 |
                            to_rows.row % kElems | to_rows.dim % kElems) == 0;

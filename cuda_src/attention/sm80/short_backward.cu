@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_short: the gradients of thousands of entries with few queries and
-// keys each, in one launch.
+// attention_vjp_mma_short: gradients of thousands of entries with few queries and keys
+// each, in one launch.
 //
-// Algorithm  All queries and keys of a head are on chip. A warp makes 16 rows of
+// Algorithm  All queries and keys of a head are on chip. A warp computes 16 rows of
 //                S = score(q k^T),  P = exp(S - lse),  dP = dO v^T
 //                delta = rowsum P dP - dlse,  dS = P (dP - delta) score'(q k^T)
 //                dq = scale dS k
-//            and, when P and dS of all rows are there, 16 keys of
+//            and, once P and dS of all rows are complete, 16 keys of
 //                dv = P^T dO,  dk = scale dS^T q
-// Grid       1-D, a block of kWarps warps a head of k and v; they go through
-//            the query heads of a group one by one, and sum dk and dv
-// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once a head
-//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once a query head
+// Grid       1-D, one block of kWarps warps per head of k and v; it loops over the
+//            query heads of a group and sums dk and dv
+// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
+//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once per query head
 //            P, dS  kBlockM x kBlockN               shared, as elem_t
 //            dk, dv of a group                      shared, in float32
-//            S, dP, dq, dk, dv                      registers, as short.cuh has them
-// Memory     global: each array once, but for out: rows read it for delta where lse
-//            knows of keys that are not here
+//            S, dP, dq, dk, dv                      registers, in the layout of
+//            short.cuh
+// Memory     global: each array once, except out, which is read for delta only where
+//            lse covers keys of other calls
 // Numbers    S, P, dP, dS and sums in float32; P and dS rounded to 16 bits before
-//            products, float32 split into numbers of tf32. lse comes again from these
-//            scores, and is taken where it is the given one but for roundings: P then
-//            sums to 1. The same bits in every run
+//            products, float32 split into tf32 numbers. lse is recomputed from these
+//            scores and used if it equals the given one up to rounding, so that P sums
+//            to 1. The same bits in every run
 // Limits     kBlockM queries and kBlockN keys; head_dim and head_dim_v up to kHeadDim
-//            and kHeadDimV, filled up with zeros; sm_80 or newer. Infinities and NaN in
-//            what a query does not see come through as NaN, and so does a dS too large
-//            for elem_t: *nonfinite says that the gradients have to be made in another
-//            way, for which delta is kept
+//            and kHeadDimV, padded with zeros; sm_80 or newer. Infinities and NaN that
+//            a query does not see still turn into NaN, as does a dS too large for
+//            elem_t: *nonfinite then asks for another kernel, which reads delta
 #include "attention/sm80/short.cuh"
 
 #if !defined(BLOCK_M) || !defined(GROUPED)
@@ -35,7 +35,7 @@ constexpr int kBlockM = BLOCK_M;
 constexpr bool kGrouped = GROUPED;  // several query heads share one of k and v
 static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
 
-// Mirrored by SHORT_GRADS in _attention/gpu/sm80/short_backward.py, field by field.
+// SHORT_GRADS of _attention/gpu/sm80/short_backward.py is the same struct on the host.
 struct short_grads_t {
   operand_t dout, lse, dlse, dq, dk, dv;
 };
@@ -44,13 +44,13 @@ using matrix_q = matrix_t<kHeadDim>;
 using matrix_v = matrix_t<kHeadDimV>;
 using matrix_p = matrix_t<kBlockN>;
 
-// What the warps of a head share, in the order of its place.
+// Shared memory of the warps of a head, in memory order.
 struct smem_t {
   matrix_q q, k;
   matrix_v dout, v;
   matrix_p p, ds;
-  unsigned* largest;  // of dO by warp, as the bits of a float
-  float4* kept;       // dk and dv of the query heads before, accumulators of threads
+  unsigned* largest;  // max |dO| per warp, as the bits of a float
+  float4* kept;       // dk and dv of the previous query heads, as accumulators
 
   __device__ __forceinline__ explicit smem_t(unsigned char* bytes) {
     q.rows = bytes;
@@ -64,12 +64,12 @@ struct smem_t {
   }
 };
 
-// float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of
-// two. P by 2^15; dS so that 65536 stands for 2^7 times the largest dO of the head.
+// float16 has a narrow range: P and dS are multiplied by powers of two before they are
+// rounded to it. P by 2^15; dS so that 65536 stands for 2^7 times max |dO| of the head.
 constexpr bool kNarrow = sizeof(elem_t) == 2 && !pair16_t::kIsBfloat16;
 constexpr float kFactorP = kNarrow ? 32768.f : 1.f;
 
-// The largest number of 16 rows of dO, without its sign, as the bits of a float.
+// max |dO| over 16 rows, as the bits of a float.
 __device__ __forceinline__ unsigned largest_of_rows(const matrix_v& dout, int row) {
   unsigned largest = 0;
 #pragma unroll
@@ -97,13 +97,13 @@ __device__ __forceinline__ float factor_of_ds(const unsigned* largest_of_warps) 
   return __int_as_float((127 + 9 - exponent) << 23);
 }
 
-// Whether an lse made anew is the given one but for the roundings of two kernels.
+// Whether a recomputed lse is the given one up to the rounding of two kernels.
 __device__ __forceinline__ bool is_same_lse(float own, float given) {
   constexpr float kUnits = kParts == 2 ? 0x1p-22f : kSplits ? 0x1p-11f : 0x1p-16f;
   return fabsf(own - given) <= kUnits * fmaxf(1.f, fabsf(given));
 }
 
-// sum(dO_i * out_i), by a warp; 0 where out is 0, even if NaN flows into it.
+// sum(dO_i * out_i), by a warp; 0 where out is 0, even if dO is NaN.
 __device__ __forceinline__ float dot_out(const elem_t* out, index_t col_stride,
                                          const elem_t* dout, int dim) {
   float sum = 0;
@@ -115,7 +115,7 @@ __device__ __forceinline__ float dot_out(const elem_t* out, index_t col_stride,
   return warp_reduce(sum, [](float a, float b) { return a + b; });
 }
 
-// Accumulators as 16 rows of P or dS, times `factor`.
+// Stores accumulators, times `factor`, as 16 rows of P or dS.
 __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
                                               const sums_t<kKeyTiles>& x,
                                               float factor) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ bool any_nonfinite(const float (&x)[kTiles][4]) {
   return nonfinite != 0;
 }
 
-// What one query head has in global memory, from the queries of this warp on.
+// A query head in global memory, from the first query of this warp on.
 struct rows_t {
   const elem_t* out;
   const float *lse, *dlse;
@@ -151,7 +151,7 @@ struct rows_t {
   int i0, num_rows;
 };
 
-// Products q k^T and dO v^T of 16 queries become P and dS.
+// Turns products q k^T and dO v^T of 16 queries into P and dS.
 __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
                                               sums_t<kKeyTiles>& dp,
                                               const scores_t& scores,
@@ -172,7 +172,7 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
     if constexpr (kHasDerivative) derivatives[e / 4][e % 4] = derivative;
   }
   float m[2], l[2], factor[2], delta[2];
-  bool is_given[2];  // whether lse knows of other keys
+  bool is_given[2];  // whether lse covers keys of other calls
   weigh(s, m, l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -224,9 +224,9 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
   }
 }
 
-// Gradients of 16 keys from `key` on, weights^T rows times `unit`, which go to
-// `target`; those of several query heads are first summed up in `kept`, this thread's
-// own place. Returns whether one is not finite.
+// Computes weights^T rows times `unit` for 16 keys from `key` on and stores it to
+// `target`. With several query heads, it is first summed in `kept`, a buffer of this
+// thread. Returns whether a number is not finite.
 template <int kCols>
 __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
                                              const matrix_t<kCols>& rows,
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         elem_t* __restrict__ dq,          // as q
         elem_t* __restrict__ dk,          // as k
         elem_t* __restrict__ dv,          // as v
-        int* __restrict__ nonfinite,      // becomes 1 if a gradient is not finite
+        int* __restrict__ nonfinite,      // set to 1 if a gradient is not finite
         SCORE_PARAMETERS, const __grid_constant__ short_grads_t grads) {
   extern __shared__ __align__(128) unsigned char bytes[];
   const smem_t smem(bytes);
@@ -297,13 +297,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   bool found = false;
   for (int head = 0; head < group; ++head, ++at.head, ++at.row_of_heads) {
-    if (head > 0) sync_warps();  // all have read what stood there
+    if (head > 0) sync_warps();  // all warps have read the old contents
     smem.q.load<kBlockM, kNumThreads>(at.at(q, params.q), params.q.row, seqlen_q, dim,
                                       thread);
     smem.dout.load<kBlockM, kNumThreads>(at.at(dout, grads.dout), grads.dout.row,
                                          seqlen_q, dim_v, thread);
     ptx::wait_copies();
-    sync_warps();  // q, k, v and dO are complete
+    sync_warps();  // q, k, v and dO have arrived
 
     const bool has_queries = first < kBlockM;
     sums_t<kKeyTiles> s, dp;
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           min(seqlen_q - first, kRows)};
       differentiate(s, dp, scores, rows, smem, params, grads);
     }
-    if constexpr (kNarrow) sync_warps();  // the largest numbers are there
+    if constexpr (kNarrow) sync_warps();  // the maxima are stored
     const float factor = factor_of_ds(smem.largest);
     if (has_queries) {
       if constexpr (kNarrow) {

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT
-// attention_mma_short: thousands of entries with few queries and keys each.
+// attention_mma_short: forward for thousands of entries with few queries and keys each.
 //
-// Algorithm  All keys of a head are on chip, and so a row of scores is whole at once:
+// Algorithm  All keys of a head are on chip, so a whole row of scores is available at
+//            once:
 //                s = score(q k^T),  m = rowmax s,  p = exp(s - m),  l = rowsum p
 //                out = p v / l,  lse = m + log l
-// Grid       1-D, a block of kWarps warps a head of k and v. A warp has 16
-//            queries of one query head at a time
-// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once a head
-//            q      16 x kHeadDim                   shared, one a warp
-//            s, o   registers, as short.cuh has them
+// Grid       1-D, one block of kWarps warps per head of k and v. A warp has 16 queries
+//            of one query head at a time
+// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
+//            q      16 x kHeadDim                   shared, one per warp
+//            s, o   registers, in the layout of short.cuh
 // Memory     global: each array once
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, float32 split
-//            into numbers of tf32
-// Limits     kBlockN keys; head_dim and head_dim_v up to kHeadDim and kHeadDimV, filled
-//            up with zeros; sm_80 or newer. Where o is not finite it is made again key
-//            by key: values of keys that a row does not see may have come in as 0 * NaN
+//            into tf32 numbers
+// Limits     kBlockN keys; head_dim and head_dim_v up to kHeadDim and kHeadDimV, padded
+//            with zeros; sm_80 or newer. An o that is not finite is computed again key
+//            by key, since hidden keys may have contributed 0 * NaN
 #include "attention/sm80/short.cuh"
 
 constexpr int kOutTiles = kChunk<kHeadDimV> / 8;
 
-// o = p v one key after the other, without those that a row does not see; columns of v
-// from `col` on.
+// o = p v one key at a time, leaving out hidden keys; columns of v from `col` on.
 __device__ __forceinline__ void add_seen_values(sums_t<kOutTiles>& o,
                                                 const sums_t<kKeyTiles>& p,
                                                 const matrix_t<kHeadDimV>& v, int col) {
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   smem_v.template load<kBlockN, kNumThreads>(
       first_head.at_kv(v, params.v), params.v.row, seqlen_k, dim_v, threadIdx.x);
 
-  // Tiles of 16 queries of all heads of the group.
+  // Tiles of 16 queries over all heads of the group.
   const int tiles = (seqlen_q + kRows - 1) / kRows;
   bool is_first = true;
   for (int unit = warp_index(); unit < max(group * tiles, kWarps); unit += kWarps) {
@@ -90,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                                              params.q.row, num_rows, dim, lane_index());
     }
     ptx::wait_copies();
-    if (is_first) sync_warps();  // k and v are complete
+    if (is_first) sync_warps();  // k and v have arrived
     is_first = false;
     if (num_rows == 0) return;
-    __syncwarp();  // the tile of q is complete
+    __syncwarp();  // the tile of q has arrived
 
     const scores_t scores(at, SCORE_ARGUMENTS);
     sums_t<kKeyTiles> s;
@@ -138,6 +138,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (__any_sync(kFullMask, nonfinite != 0)) add_seen_values(o, s, smem_v, col);
       store_rows(target.from(col), o, inverse);
     }
-    __syncwarp();  // all have read the tile of q before the next one takes its place
+    __syncwarp();  // all lanes have read the tile of q before the next one replaces it
   }
 }

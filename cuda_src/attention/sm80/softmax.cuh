@@ -1,32 +1,31 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: the softmax of a warp's scores, in registers.
+// attention_mma: online softmax of a warp's scores, in registers.
 #pragma once
 
 #include "attention/sm80/forward.cuh"
 
-// Weights lie below 2^(kShift + kLazyLog2): the reference of a row moves only when a
-// score passes it by so much. Any reference is exact in real arithmetic, since o, l and
-// p share it. Weights that are split into float16 numbers are shifted to the upper end
-// of what these can hold, so that what is cut off is small beside the largest weight.
+// Weights stay below 2^(kShift + kLazyLog2): the reference of a row moves only when a
+// score exceeds it by that much. Any reference is mathematically exact, because o, l
+// and p share it. Weights that are split into float16 are shifted to the top of its
+// range, so that what is cut off is small compared with the largest weight.
 constexpr float kLazyLog2 = kSplits ? 1 : 8;
 constexpr float kShift = kSplits ? 14 : 0;
-constexpr float kLargestWeight = kSplits ? 1 << 14 : 1;  // of a score at the reference
+constexpr float kLargestWeight = kSplits ? 1 << 14 : 1;  // at the reference
 
-// Exponents above this are so coarse that the rounding of a reference is a factor of
-// all weights that may leave their range.
+// Beyond this exponent, the rounding of a reference alone could push all weights out of
+// range.
 constexpr float kLargeLog2 = 1 << 20;
 
-// Rows of a thread: row 2 m + r is r * 8 + lane / 4 of tile m.
+// Rows per thread: row 2 m + r is row r * 8 + lane / 4 of tile m.
 constexpr int kRows = 2 * kRowTiles;
 
 struct softmax_t {
   float reference[kRows];       // the exponent of 2 that is subtracted
-  float l[kRows], rest[kRows];  // the sum of the weights, what its rounding left over
-  float alpha[kRows];           // 2^(reference before - now), where raise() says so
+  float l[kRows], rest[kRows];  // sum of the weights, and its rounding error
+  float alpha[kRows];           // 2^(old - new reference), valid where raise() says so
 
-  // The reference starts at a number instead of -inf, so that -inf minus it needs no
-  // guard; scores below it count as -inf, unless there are no others
-  // (large_scores.cuh).
+  // The reference starts at a finite number, so that -inf minus it needs no guard.
+  // Scores below it count as -inf, unless there are no others (large_scores.cuh).
   __device__ __forceinline__ softmax_t() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -37,13 +36,13 @@ struct softmax_t {
   }
 };
 
-// The exponent of 2 of a score's weight. Scores times `to_log2` are exponents of 2.
+// The exponent of 2 of a weight. `to_log2` converts scores to exponents of 2.
 __device__ __forceinline__ float exponent(float s, float to_log2, float reference) {
   return fmaf(s, to_log2, -reference);
 }
 
-// Where needed, moves the reference and brings l on it; then o must follow by alpha,
-// which all lanes of the warp are told.
+// Raises references where needed, and rescales l. Returns, for all lanes of the warp,
+// whether o must be scaled by alpha.
 __device__ __forceinline__ bool raise(softmax_t& rows, const scores_frag_t& s,
                                       float to_log2) {
   float largest[kRows];
@@ -56,7 +55,7 @@ __device__ __forceinline__ bool raise(softmax_t& rows, const scores_frag_t& s,
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2]);
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2 + 1]);
     }
-    // Each lane compares its own columns.
+    // Each lane compares its own columns only.
     passes |= exponent(largest[r], to_log2, rows.reference[r]) > kShift + kLazyLog2;
   }
   const bool moves = __any_sync(kFullMask, passes);
@@ -65,12 +64,12 @@ __device__ __forceinline__ bool raise(softmax_t& rows, const scores_frag_t& s,
     for (int r = 0; r < kRows; ++r) {
       largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
       largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
-      // A row moves by its own scores: its bits depend on no other row of the warp.
+      // Decided per row, so that its bits do not depend on the other rows of the warp.
       const bool own =
           exponent(largest[r], to_log2, rows.reference[r]) > kShift + kLazyLog2;
       const float next =
           own ? rounded_product(largest[r], to_log2) - kShift : rows.reference[r];
-      // Infinities have no difference.
+      // inf - inf is NaN: avoid the difference.
       rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
       rows.reference[r] = next;
       rows.l[r] *= rows.alpha[r];
@@ -91,8 +90,8 @@ __device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
   }
 }
 
-// s becomes p = exp(s - reference), and its sum over this thread's columns joins l. A
-// tile is summed apart and added without loss (Kahan).
+// Turns s into p = exp(s - reference), and adds this thread's columns to l. A tile is
+// summed on its own and added with Kahan compensation.
 __device__ __forceinline__ void exponentiate(softmax_t& rows, scores_frag_t& s,
                                              float to_log2) {
 #pragma unroll
@@ -113,11 +112,12 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows, scores_frag_t& s,
   }
 }
 
-// --- 16-bit scores without terms: weights before the largest score ------------------
+// --- 16-bit scores without options: weights before the maximum is known -------------
 
-// Weights are computed with the reference that a row has, and only where their sum over
-// a thread's columns comes out above this, or is a NaN, with a new one. A weight below
-// the sum fits into 16 bits. Takes registers beside s and o: sm_100 and its kin spill.
+// Weights are computed with the current reference. Only if a thread's sum of a tile
+// exceeds this, or is NaN, are they computed again with a new one. A weight is at most
+// the sum, so it fits into 16 bits. Needs registers next to s and o: sm_100 and its kin
+// spill.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr bool kWeighsAtOnce = false;
 #else
@@ -126,8 +126,8 @@ constexpr bool kWeighsAtOnce =
 #endif
 constexpr float kLargestSum = 4096;
 
-// s becomes p = exp(s - reference), in tiles [first, last) of 8 columns; sums of this
-// thread's columns, with the rest of those before.
+// Turns s into p = exp(s - reference) for tiles [first, last) of 8 columns. `sums` are
+// those of this thread's columns, including the earlier rounding error.
 __device__ __forceinline__ void weigh(const softmax_t& rows, scores_frag_t& s,
                                       float to_log2, float (&sums)[kRows],
                                       int first = 0, int last = kScoreTiles) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void weigh(const softmax_t& rows, scores_frag_t& s,
   }
 }
 
-// Sums of a tile join l, without loss (Kahan).
+// Adds the sums of a tile to l with Kahan compensation.
 __device__ __forceinline__ void add(softmax_t& rows, const float (&sums)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -175,26 +175,26 @@ __device__ __forceinline__ float largest_of(const scores_frag_t& s, int r) {
   return fmaxf(largest, shuffle_xor(largest, 2));
 }
 
-// Whether one of the threads that share a row has a sum that is not small.
+// Whether one of the threads that share a row has too large a sum.
 __device__ __forceinline__ bool has_large_sum(float sum) {
   const unsigned large = __ballot_sync(kFullMask, !(sum <= kLargestSum));
   return (large >> (lanes_t::lane() & ~3) & 15) != 0;
 }
 
-// Moves the reference of row r to its largest score, if it may and has to.
+// Moves the reference of row r to its largest score, if allowed and needed.
 __device__ __forceinline__ void move(softmax_t& rows, int r, float largest, bool may,
                                      float to_log2) {
-  // A row moves by its own scores: its bits depend on no other row of the warp.
+  // Decided per row, so that its bits do not depend on the other rows of the warp.
   const bool own = may && exponent(largest, to_log2, rows.reference[r]) > kLazyLog2;
   const float next = own ? rounded_product(largest, to_log2) : rows.reference[r];
-  // Infinities have no difference.
+  // inf - inf is NaN: avoid the difference.
   rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
   rows.reference[r] = next;
   rows.l[r] *= rows.alpha[r];
   rows.rest[r] *= rows.alpha[r];
 }
 
-// Moves the reference of each row with a sum that is not small, as raise() does.
+// Moves the reference of each row with too large a sum, as raise() does.
 __device__ __forceinline__ void raise_where(softmax_t& rows, const scores_frag_t& s,
                                             float to_log2, const float (&sums)[kRows]) {
 #pragma unroll

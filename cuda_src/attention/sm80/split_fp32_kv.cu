@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: MIT
-// attention_mma_prepare: float32 keys and values as the tiles of float16 numbers that
+// attention_mma_prepare: splits float32 keys and values into the float16 tiles that
 // attention_mma multiplies.
 //
-// Algorithm  fp32_forward.cuh. Every block of queries would split each tile of keys
-// anew;
-//            here it is done once.
-// Grid       1-D, a block a tile of keys of one head
+// Algorithm  fp32_forward.cuh. Done once here, instead of once per tile of queries
+// Grid       1-D, one block per tile of keys of a head
 // Memory     global: k and v twice (the second time from L2), the parts once
-// Numbers    see fp32_forward.cuh; keys behind the key length are zeros
+// Numbers    see fp32_forward.cuh; keys past the key length are zeros
 // Limits     those of attention_mma
 #include "attention/sm80/fp32_forward.cuh"
 
@@ -53,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
   unsigned char* const operand_v = operand_k + kBytesOperandK;
   split_tile<kHeadDim>(operand_k, scale_t(tile_stats[0].largest).to_parts, chunk_of_k);
   split_tile<kHeadDimV>(operand_v, values_t(tile_stats[1]).to_parts, chunk_of_v);
-  // All bytes of the statistics' places: attention_mma copies them whole.
+  // All bytes of the statistics, because attention_mma copies them whole.
   constexpr int kWords = kBytesTileStats / 4, kUsed = sizeof(tile_stats_t) / 4;
   if (threadIdx.x < 2 * kWords) {
     const int of_v = threadIdx.x / kWords, word = threadIdx.x % kWords;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Tiles of 16-bit numbers in shared memory, and pairs of them in registers, as ldmatrix
-// and mma.sync take them.
+// Tiles of 16-bit numbers in shared memory, and pairs of them in registers, in the
+// layouts of ldmatrix and mma.sync.
 #pragma once
 
 #include "copy/unaligned_load.cuh"
@@ -13,13 +13,13 @@
 
 constexpr bool kScaleScores =
     IS_GIVEN(SCALE_SCORES);  // not a number that exp2 can take over
-// float32 is split into float16 numbers before it is multiplied.
+// float32 is split into float16 numbers before products.
 constexpr bool kSplits = sizeof(elem_t) == 4;
 
 // --- tiles in shared memory ----------------------------------------------------------
 
-// A matrix of 16-bit numbers with kDim columns. Chunks of 16 bytes are swizzled within
-// a row so that the same chunk of 8 rows side by side lies in different banks.
+// A matrix of 16-bit numbers with kDim columns. The 16-byte chunks of a row are
+// swizzled so that the same chunk of 8 consecutive rows lies in different banks.
 template <int kDim> struct tile_t {
   static constexpr int kPitch = kDim * 2, kChunks = kDim / 8;
   static constexpr int kMask = kChunks % 8 == 0 ? 7 : 3;
@@ -32,8 +32,8 @@ template <int kDim> struct tile_t {
     return row * kPitch + (chunk ^ swizzle(row)) * 16;
   }
 
-  // Where a lane's address for a product starts. A step moves by `chunks` (even)
-  // columns of 8 and by rows in multiples of 8, which are added as they are.
+  // Base of a lane's addresses in a product. A step adds an even number of `chunks` (8
+  // columns) and multiples of 8 rows, both without touching the swizzle.
   unsigned base;
   int x;
   __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
@@ -41,7 +41,7 @@ template <int kDim> struct tile_t {
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
     return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
   }
-  // What follows from it is computed again.
+  // Makes the compiler recompute what depends on it.
   __device__ __forceinline__ void launder() {
     ptx::launder(base);
     unsigned word = x;
@@ -54,7 +54,7 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-// Whether rows can be copied 16 bytes at a time.
+// Whether rows can be copied in 16-byte chunks.
 __device__ __forceinline__ bool has_aligned_rows(const elem_t* x, index_t row_stride,
                                                  index_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
@@ -62,25 +62,25 @@ __device__ __forceinline__ bool has_aligned_rows(const elem_t* x, index_t row_st
           dim % kElems) == 0;
 }
 
-// Whether they can be copied 4 bytes at a time.
+// Whether rows can be copied in 4-byte words.
 __device__ __forceinline__ bool has_words(const elem_t* x, index_t row_stride) {
   return (reinterpret_cast<unsigned long long>(x) | row_stride * sizeof(elem_t)) % 4 ==
          0;
 }
 
-// Starts to copy rows [0, num_rows) of a matrix (.., dim); zeros fill up kRows x kDim.
-// `place(row, chunk)` tells the offset in shared memory of a chunk of 16 bytes. A
-// thread gets the same chunks in each call.
+// Starts copying rows [0, num_rows) of a matrix (.., dim), padded with zeros to kRows x
+// kDim. `place(row, chunk)` gives the shared memory offset of a 16-byte chunk. A thread
+// copies the same chunks in each call.
 template <int kRows, int kDim, typename Place>
 __device__ __forceinline__ void load_tile(unsigned char* smem, const elem_t* x,
                                           index_t row_stride, int num_rows, int dim,
                                           bool aligned, Place place) {
   constexpr int kElems = 16 / sizeof(elem_t), kChunks = kDim / kElems;
-  // Addresses are computed anew for each tile: kept, they would take the registers.
+  // Recompute addresses for each tile; otherwise they would occupy registers.
   ptx::launder(row_stride);
   if (aligned) {
     const unsigned to = shared_address(smem);
-    // Steps of 8 rows leave the swizzle as it is; staging has none.
+    // Steps of 8 rows do not change the swizzle; staging tiles have none.
     constexpr int kStep = kNumThreads % kChunks == 0 ? kNumThreads / kChunks : 1;
     if constexpr (kRows % kStep == 0 && (kStep % 8 == 0 || (kSplits && kStep > 1))) {
       const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;

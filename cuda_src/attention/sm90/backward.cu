@@ -2,8 +2,7 @@
 // attention_vjp_hopper: dq, dk and dv by TMA and wgmma, for sm_90a.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), one block of queries
-// per
-//            step, with transposed products (rows are keys):
+//            per step, with transposed products (rows are keys):
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q,  dq += dS^T k
 //            P and dS are accumulators of one product and, in the same registers, the A
@@ -15,8 +14,7 @@
 //            adds up. With kCluster = 2, two blocks have neighbouring tiles and share q
 //            and dO by multicast
 // Threads    two warpgroups, 64 keys each; a third one for the loads would leave too
-// few
-//            registers (ptxas C7512 at 240). Threads of the two issue the TMA loads
+//            few registers (ptxas C7512 at 240). Threads of the two issue the TMA loads
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, two buffers
@@ -24,15 +22,13 @@
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
 //            L2; dq is added to float sums by red or, in a fixed order, by TMA
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-// products.
-//            The order of the sums of dq varies from run to run; dk and dv always have
-//            the same bits, and are the only results without kMakesDq
+//            products. The order of the sums of dq varies from run to run; dk and dv
+//            always have the same bits, and are the only results without kMakesDq
 // Limits     q, k, v and dO must fit a tensor map (_cuda/tensor_map.py); head
-// dimensions
-//            up to kHeadDim; rows of gradients are whole 16-byte vectors, shortened by
-//            copy/trim_rows.cu; at most kMaxSummed entries are summed. Infinities and
-//            NaN that a query does not see still turn into NaN, as does a dS too large
-//            for elem_t: found->nonfinite then asks for another kernel
+//            dimensions up to kHeadDim; rows of gradients are whole 16-byte vectors,
+//            shortened by copy/trim_rows.cu; at most kMaxSummed entries are summed.
+//            Infinities and NaN that a query does not see still turn into NaN, as does
+//            a dS too large for elem_t: found->nonfinite then asks for another kernel
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/barrier.cuh"
@@ -523,9 +519,8 @@ struct mainloop_t : mma_t {
 
   int number, next_number;  // of the work tile
   unsigned num_done = 0;    // work tiles of this block so far
-  unsigned block =
-      0;          // of queries so far; gives all stages and parities except those of q
-  unsigned last;  // block of this work tile
+  unsigned block = 0;       // of queries so far; gives stages and parities, except of q
+  unsigned last;            // block of this work tile
   // Those of q. A remainder by 3 would be computed in vector registers, and with it all
   // descriptors, which then move to uniform registers: 100 instructions per step.
   unsigned q_stage = 0, q_parity = 0;
@@ -883,8 +878,7 @@ struct mainloop_t : mma_t {
     const grads_t& grads = args.grads;
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    const int row_thread =
-        group * 64 + warp * 16 + lane / 4;  // the second is 8 further
+    const int row_thread = group * 64 + warp * 16 + lane / 4;  // the second: + 8
     float odd = store_rows(
         sums_k, unfactor_of(factor_of(args.found), static_cast<float>(params.scale)),
         args.dk + to.dk + key_first * grads.row[0], grads.row[0], row_thread, num_keys,

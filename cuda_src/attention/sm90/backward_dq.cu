@@ -10,13 +10,14 @@
 // Grid       1-D, one block per tile of queries of an entry; last tiles first, since
 //            causal ones are longest
 // Threads    two consumer warpgroups, 64 queries each; one thread of a third loads by
-// TMA
+//            TMA
 //
 // Tiles      q, dO    64 x kHeadDim per warpgroup  shared
 //            k, v     kBlockN x kHeadDim          shared, kStages of each
 //            S, P, dP, dS, dq  registers, in the layout of wgmma
 // Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-// L2 Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+//            L2
+// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -167,8 +168,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   ptx::setmaxnreg_inc<kConsumerRegisters>();
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const int row_group = row_first + group * kGroupM;
-  const int row =
-      warp % 4 * 16 + lane / 4;  // within the warpgroup; the second is 8 further
+  const int row = warp % 4 * 16 + lane / 4;  // of the warpgroup; the second: + 8
   const float factor = factor_of(found);
   float log_sum[2], delta[2];
 #pragma unroll

@@ -3,8 +3,7 @@
 // tiles that were cut into pieces.
 //
 // Algorithm  gradient = factor * sums, reordered from register layout to rows; pieces
-// are
-//            added up in their order
+//            are added up in their order
 // Grid       1-D, one block per 64 x 64 part: first of the tiles that were cut, then of
 //            the blocks of queries of all slots
 // Memory     global: sums and gradients once
@@ -104,8 +103,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   const index_t block = number / 2 - slot * num_blocks;
   if (slot >= num_slots) return;
   load(sums + number * kPart, x);
-  constexpr bool kByRows =
-      kHeadDim == 64;  // whether the parts are 64 rows or 64 columns
+  constexpr bool kByRows = kHeadDim == 64;  // the parts are 64 rows, or 64 columns
   const index_t i = block * kBlockM + (kByRows ? part * 64 : 0) + warp * 16 + row;
   const int column = (kByRows ? 0 : static_cast<int>(part) * 64) + group * 8;
   const index_t entry = divide(slot, params.num_heads);

@@ -9,8 +9,7 @@
 //            blocks take them from a counter. Without masks, leftover tiles are cut in
 //            two, and the half that finishes last adds both
 // Threads    two consumer warpgroups, 64 keys each. In the producer warpgroup one
-// thread
-//            issues all TMA loads, another lets TMA add dq to the sums in memory
+//            thread issues all TMA loads, another lets TMA add dq to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, two buffers
@@ -20,8 +19,7 @@
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
 //            L2; TMA adds dq to float sums
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-// products.
-//            The order of the sums of dq varies from run to run
+//            products. The order of the sums of dq varies from run to run
 // Limits     as backward.cu
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"

@@ -24,12 +24,11 @@
 //            P        64 x 64 float   shared
 //            S, P, dP, dS, dk, dv  registers, in the layout of wgmma
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
-// L2 Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-// products.
-//            A fixed order of sums: the same bits in every run
+//            L2
+// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+//            products. A fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_hopper, also for infinities and NaN; entries that are
-// summed
-//            see the same keys, mask and bias aside
+//            summed see the same keys, mask and bias aside
 #include "attention/sm90/backward_score_mod.cuh"
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/barrier.cuh"

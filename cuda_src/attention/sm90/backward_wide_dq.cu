@@ -9,18 +9,17 @@
 //            P and dS are accumulators of one product and, in the same registers, the A
 //            operand of the next. attention_vjp_hopper_wide_keys computes dk and dv
 // Grid       Persistent, one block per multiprocessor. A work tile is a tile of queries
-// of
-//            an entry; blocks take them from a counter where these differ in length
+//            of an entry; blocks take them from a counter where these differ in length
 // Threads    two consumer warpgroups, 64 queries each; one thread of a third loads by
-// TMA
-//            and finds the next work tile
+//            TMA and finds the next work tile
 // Tiles      q, dO    64 x kHeadDim per warpgroup  shared, loaded once per work tile
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
 //            bias, mask  64 x 64 per warpgroup, or one number per key    shared,
 //                                                 kStagesTerms stages
 //            S, P, dP, dS, dq  registers, in the layout of wgmma
 // Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-// L2 Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+//            L2
+// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward_score_mod.cuh"
 #include "attention/sm90/score_arguments.cuh"

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// attention_merge: results over parts of the keys into the result over all of them.
+// attention_merge: combines results over splits of the keys into the result over all.
 //
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
-//            A part with lse -inf saw no key and adds nothing, not even a NaN. Where a
-//            sum is beyond all numbers, it is taken once more with smaller weights.
-// Grid       a warp a row of out and 32 of its columns
-// Memory     global: outs and out once, lses twice a warp; any strides
-// Numbers    all in accum_t. Kernels that work on parts tell m and l of lse = m + log l
-//            (SUMS), of which no rounding becomes an error of the weights
+//            A split with lse = -inf saw no key and contributes nothing, not even a
+//            NaN. A sum that overflows is computed again with smaller weights.
+// Grid       one warp per row of out and 32 of its columns
+// Memory     global: outs and out once, lses twice per warp; any strides
+// Numbers    all in accum_t. Kernels on splits return m and l of lse = m + log l
+//            (SUMS), so that no rounding of lse becomes an error of the weights
 // Limits     none
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -24,8 +24,8 @@ using out_t = OUT_T;
 #else
 using out_t = elem_t;
 #endif
-// exp(lse) of a part is l exp(m). It saw no key where l is 0; where all its scores are
-// NaN, so is l, beside an m of -inf.
+// The weight exp(lse) of a split is l exp(m). l is 0 if it saw no key; if all its
+// scores are NaN, l is NaN and m is -inf.
 struct sum_t {
   accum_t m, l;
 };
@@ -41,16 +41,17 @@ __device__ __forceinline__ sum_t sum_of(lse_t lse) {
 #endif
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
 
-// Parts whose results a lane asks for before it waits for the first.
+// Splits that a lane loads before it waits for the first.
 constexpr int kAtOnce = 8;
 
-// Weights by this have no sum above 1: parts and keys are fewer than 2^56, and a key
-// weighs up to 2^8 there. A power of 2 rounds nothing but the smallest numbers.
+// Scaled by this, weights sum to at most 1: there are fewer than 2^56 splits and keys,
+// and a key weighs up to 2^8 in them. A power of 2 rounds nothing but the smallest
+// numbers.
 constexpr accum_t kDown = accum_t(0x1p-64);
 
 enum { kOuts, kLses, kOut, kArrays };
 
-// Mirrored by MERGE_PARAMS in _attention/gpu/combine_config.py.
+// MERGE_PARAMS of _attention/gpu/combine_config.py is the same struct on the host.
 struct merge_params_t {
   long long num_rows, num_parts, head_dim_v;
   long long outs_part, outs_col, lses_part, out_col;  // strides
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     if (part >= params.num_parts) return {-infinity<accum_t>(), 0};
     return sum_of(row_lses[part * params.lses_part]);
   };
-  // A lane has every 32nd part; sums take them one by one, in order.
+  // A lane holds every 32nd split; sums take them one by one, in order.
   accum_t m = -infinity<accum_t>();
   for (long long first = 0; first < params.num_parts; first += kWarpSize) {
     const accum_t x = sum_at(first + lane).m;
@@ -93,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     total = both.high;
     rest += both.low;
   };
-  // Sums of weights times `by`, and of values by them. What rounding left over is
-  // summed apart: parts may be many, and all alike.
+  // Sums of the weights times `by`, and of the values with these weights. Rounding
+  // errors are summed as well: splits may be many, and all alike.
   auto add_up = [&](accum_t by, accum_t& l, accum_t& sum) {
     accum_t rest_l = 0, rest_sum = 0;
     l = 0;
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
       const sum_t part = sum_at(first + lane);
       const accum_t own = part.l * exp_diff(part.m, m) * by;
       const unsigned seen = __ballot_sync(kFullMask, part.l != 0);
-      // What is not seen is not read; the rest comes many at a time.
+      // Splits that saw nothing are not read; the others are loaded several at a time.
       for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
         elem_t values[kAtOnce];
 #pragma unroll
@@ -119,15 +120,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
         }
       }
     }
-    // Of sums that are not finite the rest says nothing.
+    // If a sum is not finite, its rounding error is meaningless.
     if (is_finite(l)) l += rest_l;
     if (is_finite(sum)) sum += rest_sum;
   };
   accum_t l, sum;
   add_up(1, l, sum);
   accum_t unit = l;  // of the sum
-  // The sum of the largest numbers overflows, though their mean does not. A sum that
-  // does not become finite stays as it is.
+  // Sums of the largest numbers overflow although their mean does not. A sum that stays
+  // nonfinite is kept.
   if (__any_sync(kFullMask, !is_finite(sum))) {
     accum_t small_l, small_sum;
     add_up(kDown, small_l, small_sum);

@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT
-// exponentials: how far an exponential of the kernels is from exp, over all floats.
+// exponentials: the error of an exponential of the kernels against exp, over all
+// floats.
 //
-// Algorithm  for every bit pattern x of a float: y = EXPONENTIAL(x) beside the double
-//            exp(x), whose own error is 2^-29 of the units that are counted; kept are
-//            the largest error in units in the last place of y, and its x
-// Grid       1-D, any size; a thread takes every so many-th pattern
+// Algorithm  for every bit pattern x of a float: compare y = EXPONENTIAL(x) with exp(x)
+//            in double, which is accurate to 2^-29 of the ulp that are counted; keep
+//            the largest error in ulp of y, and its x
+// Grid       1-D, any size; threads take patterns in a fixed stride
 // Memory     two words
-// Numbers    inf counts as 2^128. Below twice the smallest normal number there are no
-//            units to count, since kernels flush to zero: y may be anything from 0 to
-//            there. A NaN must stay one.
-// Limits     functions of one float; of doubles there are too many, see
+// Numbers    inf counts as 2^128. Below twice the smallest normal number errors are not
+//            counted, since kernels flush to zero: y may be anything from 0 up to that
+//            number. A NaN must stay NaN.
+// Limits     functions of one float; for doubles, which are too many, see
 //            exponentials_of_doubles
 //
-// Parameters EXPONENTIAL   the function: of common/math.cuh, or one of those below
+// Parameters EXPONENTIAL   the function: from common/math.cuh, or one of those below
 //            ACC_T         float, for softmax/detail/scaled_sum.cuh
 #include "common/math.cuh"
 #include "softmax/detail/scaled_sum.cuh"
@@ -25,10 +26,10 @@ using word_t = unsigned long long;
 constexpr int kNumThreads = 256;
 constexpr double kOverflow = 0x1p128, kSmall = 0x1p-125;
 
-// The exponential within a sum of one term, l * 2^shift, before any rounding to float.
+// The exponential inside a sum of one term, l * 2^shift, before any rounding to float.
 template <bool kIsCoarse> __device__ __forceinline__ double sum_of_one(float x) {
   using sum_t = power_sum_t<float, kIsCoarse>;
-  if (!(abs_of(x) <= sum_t::kLargestTop)) return exp_of(x);  // not by way of this
+  if (!(abs_of(x) <= sum_t::kLargestTop)) return exp_of(x);  // the sum does not take it
   sum_t sum;
   sum.see(x);
   sum.template add<1>([x](int) { return x; });
@@ -39,7 +40,7 @@ __device__ __forceinline__ double exp_in_sum_fast(float x) {
   return sum_of_one<true>(x);
 }
 
-// |y - exp(x)| in units in the last place; infinity where y is not even of the kind.
+// |y - exp(x)| in ulp; infinity if y is of another kind (NaN, sign).
 __device__ __forceinline__ float error_of(float x) {
   const double result = EXPONENTIAL(x);
   if (is_nan(x) || is_nan(result)) {
@@ -54,9 +55,8 @@ __device__ __forceinline__ float error_of(float x) {
   return float(abs_of(y - exact) / unit);
 }
 
-// worst[0] of arguments up to 0, as those of softmax are, worst[1] of all others: in
-// the upper half of the word the error, whose bits sort as it does, in the lower half
-// x.
+// worst[0] for arguments up to 0, as in softmax, worst[1] for all others: the upper
+// half of the word has the error, whose bits sort like it, the lower half x.
 extern "C" __global__ void __launch_bounds__(kNumThreads) exponentials(word_t* worst) {
   word_t found[2] = {0, 0};
   const word_t step = word_t(gridDim.x) * kNumThreads;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) exponentials(word_t* w
   atomicMax(&worst[1], found[1]);
 }
 
-// y_i = exp_of(x_i), for the host to judge.
+// y_i = exp_of(x_i), compared by the host.
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     exponentials_of_doubles(const double* x, double* y, long long size) {
   const long long i = static_cast<long long>(blockIdx.x) * kNumThreads + threadIdx.x;

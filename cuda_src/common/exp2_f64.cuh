@@ -27,19 +27,19 @@ __device__ __forceinline__ unsigned high_word(double x) {
   return static_cast<unsigned>(__double2hiint(x));
 }
 
-// The high word of a number as a float: in the same order as the numbers. Infinities,
-// NaN and numbers above 1e306 become NaN.
+// The high word of a number as a float: preserves order. Infinities, NaN and numbers
+// above 1e306 become NaN.
 __device__ __forceinline__ float high_word_as_float(double x) {
   return __int_as_float(__double2hiint(x));
 }
 
-// What exp2_t has to know; in shared memory.
+// The data of exp2_t, in shared memory.
 struct exp2_table_t {
   double unit;
   unsigned lowest;
   double roots[32];
 
-  // By the lanes of one warp.
+  // Called by the lanes of one warp.
   __device__ void fill(double x_unit) {
     const int lane = threadIdx.x % kWarpSize;
     roots[lane] = detail::kRootsOfTwo[lane];
@@ -50,14 +50,13 @@ struct exp2_table_t {
   }
 };
 
-// 2^(unit x) for a given unit > 0, within 2 units in the last place. Below 2^-1020 and
-// for -inf it is 0; a NaN or an x that overflows gives anything. All lanes of the warp
-// must take part, since each holds one entry of the table.
+// 2^(unit x) for a given unit > 0, within 2 ulp. Below 2^-1020 and for -inf it is 0;
+// for NaN, or an x that overflows, it is undefined. All lanes of the warp must take
+// part, since each holds one entry of the table.
 //
-// 32 unit x = n + f with an integer n and |f| <= 1/2:
-// 2^(unit x) = 2^(n / 32) + 2^(n / 32) (2^(f / 32) - 1); 2^(n / 32) is an entry of the
-// table with n / 32 in its exponent, and the bracket a polynomial. 10 instructions of
-// float64, where exp takes 16.
+// 32 unit x = n + f with an integer n and |f| <= 1/2: 2^(unit x) = 2^(n / 32) + 2^(n /
+// 32) (2^(f / 32) - 1). 2^(n / 32) is a table entry with n / 32 added to its exponent,
+// the bracket a polynomial. 10 float64 instructions, where exp takes 16.
 class exp2_t {
  public:
   explicit __device__ exp2_t(const exp2_table_t& table)
@@ -70,7 +69,7 @@ class exp2_t {
     const double shifted = fma_of(x, unit_, kToInteger);
     const int n = __double2loint(shifted);
     const double f = fma_of(x, unit_, kToInteger - shifted);
-    // (2^(f / 32) - 1) / f, the least relative error on [-1/2, 1/2]: 1.4e-16
+    // (2^(f / 32) - 1) / f with minimal relative error on [-1/2, 1/2]: 1.4e-16
     double y = 3.9737238568525983e-11;
     y = fma_of(y, f, 9.172607532092245e-09);
     y = fma_of(y, f, 1.6938509724285119e-06);

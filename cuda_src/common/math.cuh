@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Constants, special values and the exponentials, for float and double alike.
+// Constants, special values and exponentials, for float and double alike.
 #pragma once
 
 #include "common/types.cuh"
@@ -25,7 +25,7 @@ template <typename T> __device__ __forceinline__ bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// The larger of two; NaN when either is NaN (fmax would drop it).
+// The larger of two; NaN if either is NaN (fmax would drop it).
 template <typename T> __device__ __forceinline__ T max_nan(T a, T b) {
   return (a > b || is_nan(a)) ? a : b;
 }
@@ -48,7 +48,7 @@ __device__ __forceinline__ double fma_of(double x, double y, double z) {
 // exp(x) to about 2^-21, for results that are rounded to 16 bits.
 __device__ __forceinline__ float exp_fast(float x) { return exp2f(x * float(kLog2e)); }
 
-// A product that the compiler may not merge with a sum that follows.
+// A product that the compiler must not fuse with a following sum.
 __device__ __forceinline__ float rounded_product(float x, float y) {
   return __fmul_rn(x, y);
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ double rounded_product(double x, double y) {
   return __dmul_rn(x, y);
 }
 
-// A sum that the compiler may not merge with a product that is one of the two.
+// A sum that the compiler must not fuse with a product among its operands.
 __device__ __forceinline__ float rounded_sum(float x, float y) {
   return __fadd_rn(x, y);
 }
@@ -64,15 +64,15 @@ __device__ __forceinline__ double rounded_sum(double x, double y) {
   return __dadd_rn(x, y);
 }
 
-// The number high + low, with |low| at most half a unit in the last place of high.
-// Where high is not finite, low is NaN and says nothing.
+// The number high + low, with |low| at most half an ulp of high. If high is not finite,
+// low is NaN and meaningless.
 template <typename T> struct pair_t {
   T high, low;
 };
 
-// x + y without any rounding (Knuth's TwoSum). If x is a product, it is one that has
-// been rounded: merged with the sums, its rounding would be in the result, and a second
-// time where the caller adds it.
+// x + y without rounding (Knuth's TwoSum). If x is a product, it must have been
+// rounded: fused with the sums, its rounding error would be in the result, and again
+// where the caller adds it.
 template <typename T> __device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
   const T sum = rounded_sum(x, y);
   const T x_part = rounded_sum(sum, -y);
@@ -87,14 +87,15 @@ template <typename T> __device__ __forceinline__ T exp_of(pair_t<T> x) {
   return is_nan(corrected) ? y : corrected;  // y is inf, or high was not finite
 }
 
-// exp(x - m), with 0 where both are -inf: the weight of what has not been seen yet. The
-// one home of this guard: exp(-inf - -inf) would be NaN.
+// exp(x - m), with 0 where both are -inf: the weight of what has not been seen yet.
+// Only this function guards against exp(-inf - -inf), which would be NaN.
 template <typename T> __device__ __forceinline__ T exp_diff(T x, T m) {
   return x == -infinity<T>() ? T(0) : exp_of(x - m);
 }
 
-// exp(x - m) for any spread of the numbers: the rounding error of the difference, up to
-// half a unit in its last place, would be the relative error of the exponential.
+// exp(x - m), accurate for any spread of the numbers: the rounding error of the
+// difference, up to half an ulp, would otherwise become the relative error of the
+// exponential.
 template <typename T> __device__ __forceinline__ T exp_diff_exact(T x, T m) {
   return exp_of(exact_sum(x, -m));
 }

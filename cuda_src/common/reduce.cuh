@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Reductions over a warp and over a block, in an order that never changes.
+// Reductions over a warp and over a block, in a fixed order.
 #pragma once
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// The value of the lane whose number differs in the bits of `mask`. A type of more than
-// one word brings an overload of its own.
+// The value of the lane whose index differs in the bits of `mask`. Types of more than
+// one word bring their own overload.
 template <typename T> __device__ __forceinline__ T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(kFullMask, value, mask);
 }
@@ -23,7 +23,7 @@ __device__ __forceinline__ T warp_reduce(T value, Combine combine) {
   return value;
 }
 
-// As warp_reduce for a group of any power of two: lanes of one warp, or, above 32, all
+// As warp_reduce for a group of any power of two: lanes of one warp or, above 32, all
 // kLanes threads of the block.
 template <int kLanes, typename T, typename Combine>
 __device__ __forceinline__ T group_reduce(T value, Combine combine) {

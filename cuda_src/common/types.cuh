@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Element types of the arrays, and to<T>(x), the one conversion between all of them.
+// Element types of arrays, and to<T>(x), the only conversion between them.
 //
 // float16 and bfloat16 are structs of their bits, so that no CUDA header is needed and
-// no arithmetic in 16 bits can happen unseen.
+// no 16-bit arithmetic happens unnoticed.
 #pragma once
 
-// Whether the host defines an option, as 1: what is defined so puts a comma in front.
+// Whether the host defines an option, as 1. An option that is defined inserts a comma.
 #define IS_GIVEN(name) IS_GIVEN_AS(name)
 #define IS_GIVEN_AS(value) IS_GIVEN_BY(GIVEN_##value)
 #define IS_GIVEN_BY(comma) IS_GIVEN_SECOND(comma true, false, )
@@ -52,8 +52,8 @@ template <> struct convert<bfloat16_t> {
   static __device__ __forceinline__ bfloat16_t from(float x) {
     return {ptx::bf16_from_f32(x)};
   }
-  // There is no cvt from float64: round to odd in float32 first, so that the second
-  // rounding sees on which side of a tie the value was.
+  // There is no cvt from float64: first round to odd in float32, so that the second
+  // rounding knows on which side of a tie the value was.
   static __device__ __forceinline__ bfloat16_t from(double x) {
     float y = __double2float_rz(x);
     if (static_cast<double>(y) != x && x == x) {

@@ -27,7 +27,7 @@ template <> struct word<16> {
 
 }  // namespace detail
 
-// kCount elements of T that lie side by side, aligned to their common size.
+// kCount adjacent elements of T, aligned to their total size.
 template <typename T, int kCount> union vector_t {
   using word_t = typename detail::word<sizeof(T) * kCount>::type;
   word_t word;
@@ -61,7 +61,7 @@ template <typename To, typename T, int kCount>
 __device__ __forceinline__ To element_as(const vector_t<T, kCount>& v, int i) {
   return to<To>(v.element[i]);
 }
-// kCount numbers, rounded to T once.
+// Rounds kCount numbers to T, once each.
 template <typename T, int kCount> struct to_vector {
   template <typename From>
   static __device__ __forceinline__ vector_t<T, kCount> of(
@@ -74,7 +74,7 @@ template <typename T, int kCount> struct to_vector {
 };
 
 #if __CUDA_ARCH__ >= 800
-// Floats to 16 bits two at a time; doubles one by one, as anything else.
+// Converts floats to 16 bits in pairs; doubles, like all others, one by one.
 template <> struct to_vector<half_t, 8> {
   template <typename From>
   static __device__ __forceinline__ vector_t<half_t, 8> of(const From (&values)[8]) {
@@ -111,7 +111,7 @@ template <> struct to_vector<bfloat16_t, 8> {
   }
 };
 
-// The larger elements of two vectors, NaN where either is.
+// The larger elements of two vectors; NaN if either is NaN.
 template <int kCount>
 __device__ __forceinline__ vector_t<half_t, kCount> larger_of(
     vector_t<half_t, kCount> a, const vector_t<half_t, kCount>& b) {

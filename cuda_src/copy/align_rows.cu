@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// attention_copy: a matrix that lies anywhere, with rows of whole vectors of 16 bytes.
+// attention_copy: copies a matrix with any strides to rows of whole 16-byte vectors.
 //
-// Grid       a thread a vector of the copy; neighbours take those of one row, or of one
-//            column where neighbours in memory are of one column
+// Grid       one thread per vector of the copy; neighbouring threads take one row, or
+//            one column if neighbours in memory are of one column
 // Memory     global: all once
 // Limits     none
 #include "copy/unaligned_load.cuh"
@@ -12,17 +12,17 @@
 #error "ELEM_T, ROW_DIMS and NUM_THREADS come from the host"
 #endif
 using elem_t = ELEM_T;
-// A column, and the number of them.
+// A column index.
 #ifdef LONG_AXES
 using column_t = long long;
 #else
 using column_t = int;
 #endif
 
-// Mirrored by COPY_PARAMS in _attention/gpu/copy_config.py.
+// COPY_PARAMS of _attention/gpu/copy_config.py is the same struct on the host.
 struct copy_params_t {
   long long num_rows, num_columns, column_stride;
-  long long by_columns;  // neighbours in memory are of one column
+  long long by_columns;  // neighbours in memory belong to one column
   axes_t<ROW_DIMS, 1> rows;
 };
 

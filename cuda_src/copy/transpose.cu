@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// softmax_turn: a result brought into memory whose neighbours are of another axis.
+// softmax_turn: copies a result to memory with another innermost axis.
 //
-// Algorithm  A copy by tiles: read along one axis, written along another.
+// Algorithm  A copy by tiles: read along one axis, write along another.
 // Grid       1-D; a block of kNumThreads takes a tile of kTile x kTile elements
-// Tiles      one in shared memory, whose rows lie a bank apart
-// Memory     all once, a warp side by side both ways
+// Tiles      one in shared memory, with rows offset by one bank
+// Memory     everything once; accesses of a warp are contiguous on both sides
 // Limits     none
 //
 // Parameters ELEM_T      a word of the size of an element
-//            OUTER_AXES  axes beside the two
+//            OUTER_AXES  axes other than the two
 #include "common/strides.cuh"
 
 #ifndef ELEM_T
@@ -20,14 +20,14 @@ constexpr int kPad = sizeof(elem_t) < 4 ? 4 / sizeof(elem_t) : 1;
 
 enum { kFrom, kOnto, kNumArrays };
 
-// As packed by the host: axis 0 has neighbours in `from`, axis 1 in `onto`.
+// Packed by the host: axis 0 is innermost in `from`, axis 1 in `onto`.
 struct turn_t {
   long long size[2];
   long long from_step, onto_step;  // of axis 1 in `from`, of axis 0 in `onto`
   axes_t<OUTER_AXES, kNumArrays> outer;
 };
 
-// f(a, b) for all of a tile, the b of a warp side by side.
+// Calls f(a, b) for all elements of a tile; the lanes of a warp have consecutive b.
 template <typename F> __device__ __forceinline__ void each(F f) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// attention_narrow: matrices whose rows end in whole vectors of 16 bytes, without the
-// columns behind the last one.
+// attention_narrow: copies matrices whose rows end in whole 16-byte vectors without the
+// padding columns.
 //
-// Grid       a thread 16 bytes of a result; blocks of one matrix after those of another
+// Grid       one thread per 16 bytes of a result; blocks of one matrix after those of
+//            another
 // Memory     global: all once
-// Limits     rows of a result are whole words, and shorter than those given
+// Limits     rows of a result are whole words, and shorter than the padded ones
 #include "common/strides.cuh"
 
 #if !defined(WORD_T) || !defined(NUM_THREADS)
@@ -14,13 +15,14 @@ using word_t = WORD_T;
 constexpr int kMatrices = 3;
 constexpr int kWords = 16 / sizeof(word_t);
 
-// Mirrored by TRIM_PARAMS in _attention/gpu/copy_config.py; numbers of words.
+// TRIM_PARAMS of _attention/gpu/copy_config.py is the same struct on the host; counts
+// words.
 struct narrow_params_t {
   const word_t* wide[kMatrices];
   word_t* narrow[kMatrices];
-  long long num_words[kMatrices];    // of a result
-  long long columns[kMatrices];      // of a row of it
-  long long pitch[kMatrices];        // from row to row of what is given
+  long long num_words[kMatrices];    // per result
+  long long columns[kMatrices];      // per row of it
+  long long pitch[kMatrices];        // from row to row of the padded matrix
   long long first_block[kMatrices];  // of those that make this result
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// 16 bytes of a row that begins anywhere, and ends anywhere.
+// 16-byte loads from rows of any alignment and length.
 #pragma once
 
 #include "common/types.cuh"
@@ -10,7 +10,7 @@ __device__ __forceinline__ uint4 gather(const elem_t* row, column_t first,
                                         column_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
   if (sizeof(elem_t) == 2 && first + kElems <= dim) {
-    // Whole words of 4 bytes, which may begin an element before.
+    // Whole 4-byte words, which may start one element earlier.
     const auto at = reinterpret_cast<unsigned long long>(row + first);
     const unsigned* const from = reinterpret_cast<const unsigned*>(at & ~3ull);
     const unsigned shift = at % 4 * 8, last = from[shift == 0 ? 3 : 4];
@@ -31,13 +31,13 @@ __device__ __forceinline__ uint4 gather(const elem_t* row, column_t first,
   return v.word;
 }
 
-// A vector of 16 bytes, and its elements.
+// A 16-byte vector and its elements.
 template <typename elem_t> union vector_t {
   uint4 word;
   elem_t x[16 / sizeof(elem_t)];
 };
 
-// The elements of a row from `first` on, a multiple of as many as 16 bytes have; zeros
+// The elements of a row from `first` on, a multiple of the elements of a vector; zeros
 // from `dim` on.
 template <typename elem_t>
 __device__ __forceinline__ vector_t<elem_t> load_vector(const elem_t* row, int first,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// An element of an array that nothing writes to while the kernel runs, so that a read
-// which is the same in each step of a loop stands before it.
+// An element of an array that is not written while the kernel runs, so that
+// loop-invariant reads are hoisted out of the loop.
 #pragma once
 
 #include "common/types.cuh"

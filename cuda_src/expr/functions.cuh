@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// What the text made of a score or mask function calls; its operators are those of C++.
-// Integers are int_t: 64 bits, or 32 where the host has proved that all fit.
+// Functions called by the generated text of score and mask functions; its operators are
+// those of C++. Integers are int_t: 64 bits, or 32 where the host proved that all
+// values fit.
 #pragma once
 
 #include "common/math.cuh"
@@ -15,7 +16,7 @@ using int_t = int;
 using int_t = long long;
 #endif
 
-// A float that becomes an integer stops here.
+// Limit of the integers that floats convert to.
 constexpr int kFarthest = 2147483647;
 
 template <typename T> __device__ __forceinline__ T absolute(T x) {
@@ -26,7 +27,8 @@ template <typename T> __device__ __forceinline__ T sign(T x) {
   return x > 0 ? T(1) : (x < 0 ? T(-1) : x);
 }
 
-// The less of two, and the larger; NaN if either is, which fmin and fmax would drop.
+// The smaller and the larger of two; NaN if either is NaN, which fmin and fmax would
+// drop.
 template <typename T> __device__ __forceinline__ T minimum(T a, T b) {
   return a < b || a != a ? a : b;
 }
@@ -39,7 +41,7 @@ template <typename T> __device__ __forceinline__ bool is_finite(T x) {
   return x - x == 0;
 }
 
-// Rounded down, with a remainder of the sign of b, as in Python; 0 if b is 0.
+// Rounds down, with a remainder of the sign of b, as in Python; 0 if b is 0.
 template <typename Int> __device__ __forceinline__ Int floor_div(Int a, Int b) {
   if (b == 0) return 0;
   const Int quotient = a / b;
@@ -66,7 +68,7 @@ __device__ __forceinline__ double floor_div(double a, double b) {
   return float_div(a, b);
 }
 
-// Cut toward 0; NaN becomes 0.
+// Truncates; NaN becomes 0.
 __device__ __forceinline__ int_t to_int(bool x) { return x; }
 template <typename T> __device__ __forceinline__ int_t to_int(T x) {
   if (x != x) return 0;
@@ -74,7 +76,7 @@ template <typename T> __device__ __forceinline__ int_t to_int(T x) {
   return x >= T(kFarthest) ? kFarthest : static_cast<int_t>(x);
 }
 
-// An index within an axis; what is out of range takes the nearest element.
+// Clamps an index to an axis.
 __device__ __forceinline__ int_t within(int_t index, long long size) {
   const int_t last = static_cast<int_t>(size) - 1;
   return index < 0 ? 0 : (index < last ? index : last);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// What a mask function is over a whole tile: its operations on intervals of integers,
-// booleans being 0 and 1. Floats are unknown. Sums of what is far beyond any sequence
-// may wrap round, as they do in the function itself.
+// Evaluates a mask function on a whole tile: its operations on intervals of integers,
+// with booleans as 0 and 1. Floats are unknown. Sums far beyond any sequence length may
+// wrap around, as they do in the function itself.
 #pragma once
 
 #include "expr/functions.cuh"
@@ -15,7 +15,7 @@ struct interval_t {
 
 __device__ __forceinline__ interval_t point(long long x) { return {x, x, true}; }
 __device__ __forceinline__ interval_t unknown() { return {0, 0, false}; }
-// Of a comparison: whether it holds everywhere, and anywhere.
+// The result of a comparison: whether it holds everywhere, and anywhere.
 __device__ __forceinline__ interval_t truth(bool surely, bool maybe, bool known) {
   return {known && surely, !known || maybe, true};
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
-// PTX bar: the numbered barriers of a block, for some of its warps. 0 is that of
+// PTX bar: named barriers of a block, for some of its warps. Barrier 0 is that of
 // __syncthreads().
 #pragma once
 
 namespace ptx {
 
-// Waits until kThreads threads have come to barrier `id`, this warp's among them.
+// Waits until kThreads threads, including this warp's, have arrived at barrier `id`.
 template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// As bar_sync; whether `value` is true in any of the threads.
+// As bar_sync; returns whether `value` is true in any of the threads.
 template <int kThreads> __device__ __forceinline__ bool bar_or(int id, bool value) {
   static_assert(kThreads % 32 == 0);
   int any;
@@ -28,13 +28,13 @@ template <int kThreads> __device__ __forceinline__ bool bar_or(int id, bool valu
   return any;
 }
 
-// Comes to barrier `id` and goes on.
+// Arrives at barrier `id` without waiting.
 template <int kThreads> __device__ __forceinline__ void bar_arrive(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// The same of a single thread, which counts as its warp.
+// The same for a single thread, which counts as its warp.
 template <int kThreads> __device__ __forceinline__ void barrier_arrive(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async.bulk and cp.reduce.async.bulk (sm_90): TMA moves, or adds,
-// bytes that lie side by side. Addresses and sizes are multiples of 16.
+// PTX cp.async.bulk and cp.reduce.async.bulk (sm_90): TMA copies, or adds, contiguous
+// bytes. Addresses and sizes are multiples of 16.
 #pragma once
 
 namespace ptx {
 
-// Brings `bytes` from global memory to shared memory at `target`, counted on `barrier`.
+// Copies `bytes` from global to shared memory at `target`; `barrier` counts them.
 __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* source,
                                               unsigned bytes, unsigned barrier) {
   asm volatile(
@@ -15,9 +15,8 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
       : "memory");
 }
 
-// Adds floats of shared memory to those of global memory, each sum by itself. Before:
-// fence_proxy_async() by the threads that wrote them. Belongs to the thread's open
-// group.
+// Adds floats of shared memory to global memory, each atomically. The threads that
+// wrote them must call fence_proxy_async() first. Belongs to the thread's open group.
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* target, unsigned source,
                                                          unsigned bytes) {
   asm volatile(
@@ -27,24 +26,24 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add(float* target, unsigned
       : "memory");
 }
 
-// The bulk operations of this thread so far that write to global memory become a group.
+// Groups the bulk writes to global memory of this thread so far.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's groups, but for the last kPending, have read what they
-// read; it may be overwritten.
+// Waits until all but the last kPending groups of this thread have read their sources,
+// which may then be overwritten.
 template <int kPending = 0>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until this thread's groups are done.
+// Waits until this thread's groups are complete.
 __device__ __forceinline__ void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Adds four floats that lie side by side, each sum by itself.
+// Adds four adjacent floats, each atomically.
 __device__ __forceinline__ void red_global_add(float* target, float a, float b, float c,
                                                float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a),

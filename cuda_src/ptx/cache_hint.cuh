@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// PTX createpolicy, and ld and st of global memory that follow a policy of the L2 cache
-// (sm_80 or newer).
+// PTX createpolicy, and ld and st of global memory with an L2 cache policy (sm_80 or
+// newer).
 #pragma once
 
 namespace ptx {
 
-// Lines that are to stay longer than others, and lines that go first.
+// Lines that should be evicted last, and lines that should be evicted first.
 __device__ __forceinline__ unsigned long long policy_evict_last() {
   unsigned long long policy;
   asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -17,7 +17,7 @@ __device__ __forceinline__ unsigned long long policy_evict_first() {
   return policy;
 }
 
-// 4, 8 and 16 bytes, which get no place in L1; stores also of 2.
+// Loads and stores of 4, 8 and 16 bytes that bypass L1; stores also of 2.
 __device__ __forceinline__ unsigned load_global(const unsigned* p,
                                                 unsigned long long policy) {
   unsigned v;

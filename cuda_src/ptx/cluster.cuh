@@ -4,27 +4,27 @@
 
 namespace ptx {
 
-// The number of this block in its cluster.
+// The index of this block in its cluster.
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// The same where it may be read again instead of being kept in a register.
+// The same, but the compiler may read it again instead of keeping it in a register.
 __device__ __forceinline__ unsigned cluster_rank_again() {
   unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // it never changes
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // not volatile: it never changes
   return rank;
 }
 
-// All threads of the cluster arrive, and then wait: what was written to shared memory
-// of any block before cluster_arrive can be read after cluster_wait.
+// All threads of the cluster arrive, and then wait: shared memory of any block that was
+// written before cluster_arrive can be read after cluster_wait.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// As cluster_arrive, but orders no memory: that would wait for all loads and stores
-// under way.
+// As cluster_arrive, but without ordering memory, which would wait for all loads and
+// stores in flight.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -32,7 +32,7 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Where `shared`, a variable in shared memory, lies in the block `rank` of the cluster.
+// The address of `shared`, a variable in shared memory, in block `rank` of the cluster.
 template <typename T> __device__ __forceinline__ T* in_block(T* shared, unsigned rank) {
   unsigned long long address;
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));

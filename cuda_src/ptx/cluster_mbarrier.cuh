@@ -4,22 +4,22 @@
 
 namespace ptx {
 
-// The address in block `rank` of what has this address here.
+// The address in block `rank` that corresponds to this one here.
 __device__ __forceinline__ unsigned mapa(unsigned address, int rank) {
   unsigned mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// Arrives at a barrier of any block, with an address of mapa(). That is all: no write
-// of this block is waited for or shown to others, which takes a thousand cycles.
+// Arrives at a barrier of any block, with an address of mapa(). Orders no writes of
+// this block, which would take a thousand cycles.
 __device__ __forceinline__ void mbarrier_arrive_cluster_relaxed(unsigned barrier) {
   asm volatile(
       "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
       : "memory");
 }
 
-// Stores into shared memory of any block, with an address of mapa().
+// Stores to shared memory of any block, with an address of mapa().
 __device__ __forceinline__ void store_cluster_s32(unsigned address, int x) {
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ unsigned short f16_from_f64(double value) {
   return bits;
 }
 
-// Of any float; where the compiler flushes subnormal ones it takes an instruction more.
+// Of any float; needs one instruction more where the compiler flushes subnormals.
 __device__ __forceinline__ double f64_from_f32(float value) {
   double wide;
   asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async (sm_80 or newer): from global to shared memory, past the registers.
+// PTX cp.async (sm_80 or newer): copies from global to shared memory, bypassing
+// registers.
 #pragma once
 
 namespace ptx {
 
-// kBytes is 4, 8 or 16, and both addresses are multiples of it. The thread itself can
-// read what it has copied after wait_copies, others after a barrier more.
+// kBytes is 4, 8 or 16, and both addresses are multiples of it. The thread itself may
+// read the copy after wait_copies, other threads only after a further barrier.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -20,7 +21,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   }
 }
 
-// kBytes (4 or 16), of which the first `num_bytes` are copied and the others become 0.
+// Copies the first `num_bytes` of kBytes (4 or 16) and zeroes the rest.
 template <int kBytes = 16>
 __device__ __forceinline__ void copy_async_or_zero(unsigned shared, const void* global,
                                                    unsigned num_bytes) {
@@ -36,12 +37,12 @@ __device__ __forceinline__ void copy_async_or_zero(unsigned shared, const void* 
   }
 }
 
-// The copies of this thread up to here become a group.
+// Groups the copies of this thread so far.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most the last kPending groups of this thread are under way.
+// Waits until at most the last kPending groups of this thread are in flight.
 template <int kPending> __device__ __forceinline__ void wait_copy_groups() {
   static_assert(kPending >= 0);
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

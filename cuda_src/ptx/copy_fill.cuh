@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async with zeros for what is not there, and in groups (sm_80 or newer).
+// PTX cp.async with zero fill, and in groups (sm_80 or newer).
 #pragma once
 
 namespace ptx {
 
 // Copies the first `bytes` of kBytes (8 or 16) to an address of shared memory and
-// fills the rest with zeros. Both addresses are multiples of kBytes.
+// zeroes the rest. Both addresses are multiples of kBytes.
 template <int kBytes>
 __device__ __forceinline__ void copy_or_fill(unsigned shared, const void* global,
                                              int bytes) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void copy_or_fill(unsigned shared, const void* global
   }
 }
 
-// The copies since the last call become one group.
+// Groups the copies since the last call.
 __device__ __forceinline__ void commit_copy_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // PTX st on global memory, 8 and 16 bytes at a time.
 //
-// Written out since the compiler takes a predicated store of a vector apart.
+// Written as PTX, because the compiler splits predicated vector stores.
 #pragma once
 
 namespace ptx {

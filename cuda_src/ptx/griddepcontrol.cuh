@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// PTX griddepcontrol (sm_90): a kernel starts while the one before it in the stream
-// ends, where the launch allows it (`overlaps` of Launch in _cuda/launch.py). Elsewhere
+// PTX griddepcontrol (sm_90): a kernel may start while the previous one in the stream
+// ends, if the launch allows it (`overlaps` of Launch in _cuda/launch.py). Otherwise
 // both instructions do nothing.
 #pragma once
 
 namespace ptx {
 
-// Once all blocks of this kernel have come here or are done, blocks of the next kernel
+// Once all blocks of this kernel have called this or ended, blocks of the next kernel
 // may start.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -14,16 +14,16 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// Waits until the kernel before this one is done, and its writes are seen. Each kernel
-// of a chain has to wait, so that the end of the last is the end of all.
+// Waits until the previous kernel has ended and its writes are visible. Every kernel of
+// a chain must wait, so that the end of the last one is the end of all.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same, for what is read through this pointer: the compiler may move loads from
-// const __restrict__ memory in front of the other.
+// The same for data read through this pointer: the compiler may move loads from const
+// __restrict__ memory ahead of the other form.
 template <typename T> __device__ __forceinline__ T* griddepcontrol_wait(T* memory) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" : "+l"(memory) : : "memory");

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// What keeps the assembler from moving instructions to where it likes them better.
+// Tools that keep the assembler from moving instructions.
 #pragma once
 
 namespace ptx {
 
-// A branch that is never taken, since `count` is not negative; but the assembler does
-// not know, and moves no load over a branch. Each hold() of a kernel has its own
-// `number` from 0 on, or else those after the first would be no branches.
+// A branch that is never taken, since `count` is not negative. The assembler does not
+// know this, and moves no load across a branch. Each hold() of a kernel needs its own
+// `number` from 0 on, otherwise later ones are optimized away.
 __device__ __forceinline__ void hold(int count, int number) {
   if (count == ~number) __trap();
 }
 
-// A load from shared memory that stays between the holds it stands between: the
-// assembler would take another to where its result is used.
+// A load from shared memory that stays between its two holds; the assembler would move
+// an ordinary one to where its result is used.
 __device__ __forceinline__ double2 load_here(const double* x) {
   double2 y;
   asm volatile("ld.volatile.shared.v2.f64 {%0, %1}, [%2];"
@@ -22,7 +22,7 @@ __device__ __forceinline__ double2 load_here(const double* x) {
   return y;
 }
 
-// The same, behind which `x` cannot be made.
+// The same, and `x` must have been computed before.
 __device__ __forceinline__ void hold(int count, int number, const double (&x)[4]) {
   if (count != ~number) return;
 #pragma unroll

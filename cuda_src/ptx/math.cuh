@@ -11,7 +11,7 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   return y;
 }
 
-// `a` where `condition` holds, else `b`; both are computed.
+// condition ? a : b without a branch; both are computed.
 __device__ __forceinline__ float select(bool condition, float a, float b) {
   float x;
   asm("{.reg .pred p; setp.ne.b32 p, %1, 0; selp.f32 %0, %2, %3, p;}"

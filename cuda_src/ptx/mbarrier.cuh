@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// PTX mbarrier (sm_90): barriers in shared memory that count arrivals and bytes. An
-// address is a 32-bit one of shared memory.
+// PTX mbarrier (sm_90): barriers in shared memory that count arrivals and bytes.
+// Addresses are 32-bit shared memory addresses.
 #pragma once
 
 namespace ptx {
@@ -9,13 +9,13 @@ __device__ __forceinline__ unsigned shared_address(const void* x) {
   return static_cast<unsigned>(__cvta_generic_to_shared(x));
 }
 
-// A phase ends after `count` arrivals (and the bytes that were announced).
+// A phase completes after `count` arrivals and the expected bytes.
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count)
                : "memory");
 }
 
-// Makes initialised barriers known to TMA.
+// Makes initialized barriers visible to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives where `condition` holds, without a branch.
+// Arrives if `condition` holds, without a branch.
 __device__ __forceinline__ void mbarrier_arrive_if(bool condition, unsigned barrier) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %0, 0;"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool condition, unsigned barr
       : "memory");
 }
 
-// Arrives and announces `bytes` that TMA will bring in this phase.
+// Arrives and adds `bytes` to what TMA must deliver in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier,
                                                           unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -41,7 +41,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier,
                : "memory");
 }
 
-// Whether the phase of the given parity is over; waits a little for it.
+// Whether the phase of the given parity has completed; waits for a short time.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned barrier,
                                                          unsigned parity) {
   unsigned over;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// PTX mbarrier (sm_80 or newer): barriers in shared memory that threads arrive at, by
-// themselves or when their copies have.
+// PTX mbarrier (sm_80 or newer): barriers in shared memory at which threads arrive
+// directly, or when their copies complete.
 #pragma once
 
 namespace ptx {
 
 using copy_barrier_t = unsigned long long;
 
-// A phase ends after `count` arrivals. Other threads see the barrier after one more.
+// A phase completes after `count` arrivals. Other threads need a barrier to see it.
 __device__ __forceinline__ void copy_barrier_init(copy_barrier_t* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
                    unsigned(__cvta_generic_to_shared(barrier))),
@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_barrier_init(copy_barrier_t* barrier, int c
                : "memory");
 }
 
-// Ends the life of a barrier that no thread is at.
+// Invalidates a barrier that no thread uses any more.
 __device__ __forceinline__ void copy_barrier_end(copy_barrier_t* barrier) {
   asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(
                    unsigned(__cvta_generic_to_shared(barrier)))
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_barrier_arrive(copy_barrier_t* barrier) {
                : "memory");
 }
 
-// Arrives when all cp.async of this thread so far are complete.
+// Arrives when all cp.async of this thread so far have completed.
 __device__ __forceinline__ void copy_barrier_arrive_after_copies(
     copy_barrier_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_barrier_arrive_after_copies(
                : "memory");
 }
 
-// Whether the phase of the given parity is over.
+// Whether the phase of the given parity has completed.
 __device__ __forceinline__ bool copy_barrier_test(copy_barrier_t* barrier, int parity) {
   unsigned over;
 #if __CUDA_ARCH__ >= 900

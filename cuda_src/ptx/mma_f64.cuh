@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // PTX mma of float64 (sm_80 or newer): matrix products of a warp on tensor cores.
 //
-// With g = lane / 4 and t = lane % 4, a lane holds of a product c += a b (PTX ISA,
-// "matrix fragments for mma with .f64"):
+// With g = lane / 4 and t = lane % 4, a lane holds these parts of a product c += a b
+// (PTX ISA, "matrix fragments for mma with .f64"):
 //   a[2 i + h]   row g + 8 h, slot t + 4 i of the sum
 //   b[i]         slot t + 4 i, column g
 //   c[2 h + e]   row g + 8 h, column 2 t + e

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// An empty instruction, behind which the compiler cannot see.
+// Empty instructions that the compiler cannot see through.
 #pragma once
 
 namespace ptx {
 
-// The compiler forgets how `word` came about, and what it has computed from it: rather
-// than keep both, it computes the other again.
+// Makes the compiler forget the origin of `word` and all that it computed from it: it
+// recomputes these values rather than keep them in registers.
 __device__ __forceinline__ void launder(unsigned& word) {
   asm volatile("" : "+r"(word));
 }
@@ -17,18 +17,18 @@ template <typename T> __device__ __forceinline__ void launder(const T*& pointer)
   asm volatile("" : "+l"(pointer));
 }
 
-// The same of what `memory` points to.
+// The same for what `memory` points to.
 __device__ __forceinline__ void launder(float* memory) {
   asm volatile("" ::"l"(memory) : "memory");
 }
 
-// A place that has to be memory: elsewhere in a register, or a spilled one.
+// Forces a variable into memory, rather than a register or a spilled one.
 template <typename T>
 __device__ __forceinline__ void keep_in_memory(volatile T* place) {
   asm volatile("" ::"l"(place) : "memory");
 }
 
-// The same object, of which the compiler has computed nothing before.
+// The same object, of which the compiler has computed nothing yet.
 template <typename T> __device__ __forceinline__ const T& reload(const T& x) {
   const T* p = &x;
   asm volatile("" : "+l"(p));

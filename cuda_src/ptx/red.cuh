@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX red: adds floats to those of global memory, each sum by itself, without waiting.
+// PTX red: adds floats to global memory, each atomically, without waiting.
 #pragma once
 
 namespace ptx {

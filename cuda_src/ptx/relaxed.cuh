@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// PTX ld and st of what other multiprocessors write or read meanwhile.
+// PTX ld and st of data that other multiprocessors access concurrently.
 //
-// Each access is whole by itself and goes to the L2 cache; none orders any other.
+// Each access is atomic and goes to the L2 cache; none orders any other.
 #pragma once
 
 namespace ptx {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX ld, st and stmatrix on shared memory, by its 32-bit addresses.
+// PTX ld, st and stmatrix on shared memory, by 32-bit addresses.
 #pragma once
 
 namespace ptx {
@@ -88,8 +88,8 @@ __device__ __forceinline__ void store_shared_f32x4(unsigned address, float a, fl
                : "memory");
 }
 
-// Stores four matrices of 8 x 8 16-bit numbers: lane l gives the address of row l % 8
-// of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them out.
+// Stores four 8 x 8 matrices of 16-bit numbers: lane l gives the address of row l % 8
+// of matrix l / 8; word n of all lanes forms matrix n, in the layout of wgmma and mma.
 __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b,
                                             unsigned c, unsigned d) {
   asm volatile(
@@ -98,7 +98,7 @@ __device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsign
       : "memory");
 }
 
-// The same of transposed matrices.
+// The same, transposed.
 __device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a,
                                                   unsigned b, unsigned c, unsigned d) {
   asm volatile(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// PTX st.async (sm_90 or newer): stores into the shared memory of another block of the
-// cluster, where a barrier counts their bytes. Addresses are those of mapa().
+// PTX st.async (sm_90 or newer): stores to the shared memory of another block of the
+// cluster, where a barrier counts the bytes. Addresses are those of mapa().
 #pragma once
 
 #include "ptx/cluster_mbarrier.cuh"
@@ -8,7 +8,7 @@
 
 namespace ptx {
 
-// Stores into the memory of another block; `barrier` of that block counts the bytes.
+// Stores to the memory of another block; `barrier` of that block counts the bytes.
 __device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
                                             float value) {
   asm volatile(
@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
       : "memory");
 }
 
-// Two numbers side by side, at a multiple of their common size.
+// Two adjacent numbers, at a multiple of their total size.
 __device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
                                             float first, float second) {
   asm volatile(

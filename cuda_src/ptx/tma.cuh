@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async.bulk.tensor (sm_90): TMA reads boxes of an array.
+// PTX cp.async.bulk.tensor (sm_90): TMA loads boxes of an array.
 #pragma once
 
 namespace ptx {
 
-// A CUtensorMap, opaque; made by _cuda/tensor_map.py.
+// An opaque CUtensorMap, made by _cuda/tensor_map.py.
 struct alignas(64) tensor_map_t {
   unsigned long long words[16];
 };
 
-// Brings the box at (c0, .., c4), innermost first, to shared memory at `target` and
-// counts its bytes on `barrier`. What lies outside the array is zero and counts too.
+// Loads the box at (c0, .., c4), innermost first, to shared memory at `target`;
+// `barrier` counts its bytes. Elements outside the array are zero and count as well.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
                                                         const tensor_map_t& map,
                                                         unsigned barrier, int c0,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
       : "memory");
 }
 
-// Asks for the box to be in the L2 cache when it will be needed.
+// Prefetches the box into the L2 cache.
 __device__ __forceinline__ void prefetch_bulk_tensor_5d(const tensor_map_t& map, int c0,
                                                         int c1, int c2, int c3,
                                                         int c4) {
@@ -34,14 +34,14 @@ __device__ __forceinline__ void prefetch_bulk_tensor_5d(const tensor_map_t& map,
       : "memory");
 }
 
-// How the L2 cache treats what is read: the first to leave it.
+// A cache policy: L2 evicts what is read this way first.
 __device__ __forceinline__ unsigned long long createpolicy_evict_first() {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// A box, which the L2 cache treats by `policy`.
+// Loads a box with an L2 cache policy.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
                                                         const tensor_map_t& map,
                                                         unsigned barrier, int c0,
@@ -54,13 +54,13 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
       : "memory");
 }
 
-// Brings a tensor map near, before it is used.
+// Prefetches a tensor map before it is used.
 __device__ __forceinline__ void prefetch_tensormap(const tensor_map_t& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box to the same place in each block of the cluster that has its bit in
-// `blocks`; the barrier of each counts the bytes that arrive there.
+// Loads a box to the same address in each block of the cluster whose bit is set in
+// `blocks`; the barrier of each block counts the bytes that arrive there.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
     unsigned target, const tensor_map_t& map, unsigned barrier, unsigned short blocks,
     int c0, int c1, int c2, int c3, int c4) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
       : "memory");
 }
 
-// What this thread has written to shared memory is seen by TMA and by
-// tensor cores that start later.
+// Makes this thread's writes to shared memory visible to TMA and to tensor core
+// products that start later.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

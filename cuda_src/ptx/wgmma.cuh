@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT
-// PTX wgmma (sm_90a): what orders the matrix products of a warpgroup.
+// PTX wgmma (sm_90a): synchronization of the matrix products of a warpgroup.
 #pragma once
 
 namespace ptx {
 
-// Before a product whose accumulators, or A in registers, other code has written.
+// Required before a product whose accumulators, or A in registers, other code has
+// written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// The products issued so far become one group.
+// Groups the products issued so far.
 __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -20,8 +21,8 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// No instruction: what follows reads `x` after what stands before. An accumulator needs
-// it behind the wait for its product, which the compiler takes for its only writer.
+// No instruction: keeps reads of `x` after this point. Accumulators need it after the
+// wait for their product, which the compiler believes has already written them.
 __device__ __forceinline__ void compiler_fence(float& x) {
   asm volatile("" : "+f"(x)::"memory");
 }

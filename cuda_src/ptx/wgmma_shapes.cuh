@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// PTX wgmma.mma_async (sm_90a): a row of 64, 16-bit inputs, float32 sums.
+// PTX wgmma.mma_async (sm_90a): 64 rows, 16-bit inputs, float32 sums.
 //
-// wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
-// ::rs takes A from registers and B from shared memory (MN-major, as V lies),
-// ::ss_mn both from shared memory (A K-major, B MN-major),
-// ::rs_k A from registers and B from shared memory (K-major). With accumulate = 0 the
-// old d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
-// wgmma_wait_group(), before which neither d nor a may be touched.
+// wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major), ::rs
+// takes A from registers and B from shared memory (MN-major, the layout of V), ::ss_mn
+// both from shared memory (A K-major, B MN-major), ::rs_k A from registers and B from
+// shared memory (K-major). With accumulate = 0 the old d is ignored. Before:
+// wgmma_fence(). After: wgmma_commit_group() and wgmma_wait_group(), before which d and
+// a must not be touched.
 #pragma once
 
 #include "common/types.cuh"
@@ -17,7 +17,7 @@ template <typename T, int kColumns> struct wgmma_t;
 
 // clang-format off
 
-// The accumulators as asm takes them: a constraint each, and the numbers of the operands.
+// Accumulators as asm operands: a constraint each, and the operand numbers.
 #define D8(i)                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]),        \
   "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -52,8 +52,8 @@ template <typename T, int kColumns> struct wgmma_t;
   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." #elem "." #elem            \
   " {" N##count "}, " operands "}"
 
-// From shared memory, or with A in registers. `majors`: which of the operands in shared
-// memory lie MN-major; the numbers are those of the operands behind the accumulators.
+// A from shared memory, or in registers. `majors`: which operands in shared memory are
+// MN-major; the numbers are those of the operands after the accumulators.
 #define WGMMA_SS(name, majors, columns, elem, count, i0, i1, i2)                     \
   static __device__ __forceinline__ void name(float (&d)[count],                     \
       unsigned long long a, unsigned long long b, int accumulate) {                  \
@@ -83,8 +83,8 @@ template <typename T, int kColumns> struct wgmma_t;
   WGMMA_TYPE(half_t, f16, __VA_ARGS__)    \
   WGMMA_TYPE(bfloat16_t, bf16, __VA_ARGS__)
 
-// Columns, accumulators of a thread, and the numbers of the operands behind them. Any
-// multiple of 8 columns up to 256 exists; these are what kernels ask for.
+// Columns, accumulators per thread, and numbers of the operands after them. Any
+// multiple of 8 columns up to 256 exists; these are the ones in use.
 WGMMA_SHAPE(32, 16, 16, 17, 18, 19, 20, 21)
 WGMMA_SHAPE(48, 24, 24, 25, 26, 27, 28, 29)
 WGMMA_SHAPE(64, 32, 32, 33, 34, 35, 36, 37)

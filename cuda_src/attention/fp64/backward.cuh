@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: MIT
-// What the float64 gradient kernels on tensor cores share. A block owns kBlockM rows of
-// one kind, queries or keys, and walks over kBlockN rows at a time of the other kind.
+// Shared by the float64 gradient kernels on tensor cores. A block owns kBlockM rows of
+// one kind, queries or keys, and loops over kBlockN rows at a time of the other kind.
 //
-// A pair of warps owns 16 rows: its first warp makes the scores S of a tile, its second
-// dP, and both go the same way, with other operands:
+// A pair of warps owns 16 rows: its first warp computes the scores S of a tile, its
+// second dP. Both run the same code on different operands:
 //     c = own other^T            q k^T and dO v^T, or k q^T and v dO^T
-//     c becomes w in exchange    P or dS, as the operand of the next product
+//     c becomes w in exchange    P or dS, as an operand of the next product
 //     sums += w other
-// The first warp multiplies with P, the second with dS, all of a tile (keys); or both
-// with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
-// which registers would not do, and a scheduler has always two warps.
+// The first warp multiplies by P and the second by dS, for the whole tile (keys); or
+// both by dS, for half of the tile each (queries). So no warp holds sums of two
+// gradients, which would need too many registers, and each scheduler always has two
+// warps.
 //
-// Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once an entry
-//         other     2 x kBlockN x kDim   the rows walked over; the first half of the
-//                                        columns of a tile comes while the second half
-//                                        of the tile before is in use, and so on
+// Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once per entry
+//         other     2 x kBlockN x kDim   the rows looped over; the first half of the
+//                                        columns of a tile loads while the second half
+//                                        of the previous tile is in use, and so on
 //         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
@@ -28,20 +29,20 @@
 #if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
 #error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
 #endif
-constexpr int kDim = DIM;  // of all rows; zeros fill the rest
+constexpr int kDim = DIM;  // of all rows, padded with zeros
 constexpr int kBlockN = BLOCK_N;
-constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
 constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
 constexpr int kBlockM = kNumPairs * kWarpRows;
-// Whether scores have more to them than a scale.
+// Whether scores have options other than a scale.
 constexpr bool kTerms = kChangesScores;
 
 constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
-constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
+constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows looped over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
-constexpr int kHalf = kDim / 2;        // columns that are copied at a time
+constexpr int kHalf = kDim / 2;        // columns per copy
 constexpr int kPartChunks = kChunks / 2;
-constexpr int kAhead = 1;  // products of c that their fragments come ahead; 2 spill
+constexpr int kAhead = 1;  // fragments are loaded this many products ahead; 2 spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
@@ -51,13 +52,13 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
   return a < b ? a : b;
 }
 
-// Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
-// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler:
-// while one waits for the other, products go on.
+// Position of a thread: the pair of its warp, whether the warp is the first (0) or
+// second (1) of it, and the lane. With four pairs, both warps are on the same
+// scheduler: while one waits for the other, products continue.
 class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
-    // What depends on it is computed anew each time, not kept in registers.
+    // Recompute what depends on it, rather than keep it in registers.
     ptx::launder(index_);
   }
   __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
@@ -73,7 +74,7 @@ class thread_t {
   unsigned index_;
 };
 
-// Shared memory of the tiles.
+// The tiles in shared memory.
 __device__ __forceinline__ double* shared_tiles() {
   extern __shared__ __align__(16) unsigned char smem[];
   return reinterpret_cast<double*>(smem);
@@ -84,7 +85,7 @@ __device__ __forceinline__ double* own_of(const thread_t& me) {
 __device__ __forceinline__ double* shared_other() {
   return shared_tiles() + 2 * kOwnSize;
 }
-// Of the lane: 16 bytes side by side.
+// The part of a lane: 16 adjacent bytes.
 __device__ __forceinline__ double* exchange_of(const thread_t& me) {
   return shared_other() + 2 * kOtherSize + me.pair() * kExchangeSize + me.lane() * kVec;
 }
@@ -98,20 +99,20 @@ template <int kValue> struct constant_t {
 };
 
 using product_t = double[kTiles][4];  // fragments c
-// Of rows 2 t + (0, 1, 0, 1) of 8 and of the next 8, columns 2 g + (0, 0, 1, 1) of a
-// chunk; fragments c of the transposed product.
+// Rows 2 t + (0, 1, 0, 1) of 8 and of the next 8, columns 2 g + (0, 0, 1, 1) of a
+// chunk: the fragments c of the transposed product.
 using sums_t = double[kChunks][2][4];
 template <int kSteps>
-using weights_t = double[kSteps][2][4];  // of row g and of g + 8; fragments b
+using weights_t = double[kSteps][2][4];  // of rows g and g + 8; fragments b
 
-// Where element e of tile n of a fragment c goes as a weight: the step is n / 2.
+// The weight for element e of tile n of a fragment c: in step n / 2.
 template <int kSteps>
 __device__ __forceinline__ double& weight_at(weights_t<kSteps>& w, int n, int e) {
   return w[n / 2][e / 2][n % 2 * 2 + e % 2];
 }
 
-// c += own other^T over half kPart of the columns. Each product stands between two
-// holds, with the loads for the next ones beside it; `count` is any number from 0 on.
+// c += own other^T over half kPart of the columns. Each product is enclosed by two
+// holds, together with the loads for later ones; `count` is any number >= 0.
 template <int kPart> __device__ __forceinline__ void dot(product_t& c, int count) {
   const thread_t me;
   const double* const own =
@@ -147,15 +148,15 @@ template <int kPart> __device__ __forceinline__ void dot(product_t& c, int count
     const int step = i / kTiles, n = i % kTiles;
     ptx::hold(count, i);
     if (i + kAhead < kProducts) load_b(i + kAhead);
-    // Before the first product of a step, the one before it may still be reading these
-    // registers.
+    // Not before the first product of a step: the previous product may still be reading
+    // these registers.
     if (n == 1 && step + 1 < kPartChunks) load_a(step + 1);
     add_product(c[n], a[step % 2], b[i % (kAhead + 1)]);
   }
 }
 
-// sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
-// of shared memory on. The products of a tile are summed apart before they join.
+// sums += w other in half kPart of the columns, over 16 kSteps rows of shared memory
+// from `other` on. The products of a tile are summed on their own first.
 template <int kPart, int kSteps>
 __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>& w,
                                            int other, int count) {
@@ -166,8 +167,8 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>
     other_lane[e] = shared_other() + other + kPart * kPartChunks * 16 +
                     place<kDim>(2 * me.t() + e, me.g());
   }
-  // Two products a fragment of the rows, which comes one ahead of them. A sum joins
-  // when two more products have started: it is complete by then, and none waits for it.
+  // Two products per fragment, which is loaded one ahead. A sum is added two products
+  // later: it is complete by then, and nothing waits for it.
   constexpr int kFragments = kSteps * kPartChunks, kProducts = 2 * kFragments;
   constexpr int kDelay = 3;
   double a[2][8], sum[2][2][4];
@@ -191,7 +192,7 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>
       ptx::hold(count, 2 * i);
 #pragma unroll
       for (int n = 0; n < 4; ++n) total[n] += sum[c % 2][h][n];
-      // The assembler would put all additions behind all products.
+      // Otherwise the assembler moves all additions behind all products.
       ptx::hold(count, 2 * i + 1, total);
     } else {
       ptx::hold(count, 2 * i + 1);
@@ -215,22 +216,21 @@ struct rows_t {
   int dim;
 };
 
-// What is the same to all threads of a block; in shared memory, since registers are
-// scarce.
+// State common to the threads of a block; in shared memory, since registers are scarce.
 struct walk_t {
-  offsets_t<3> kept;  // of the entry of the gradients
-  index_t summed;     // the one of its summed entries that is gone through
+  offsets_t<3> kept;  // offsets of the entry in the gradients
+  index_t summed;     // index of the current summed entry
   index_t own_first;  // the first row owned
-  index_t first;      // the first row walked over
-  rows_t rows[2];     // walked over
+  index_t first;      // the first row looped over
+  rows_t rows[2];     // looped over
   int num_rows;
-  // A second walk, where 0 * NaN has shown: values that are not finite become 0, and
-  // where one is seen nevertheless, the portable kernels are asked.
+  // A second pass, after 0 * NaN: nonfinite numbers become 0, and if any of them is
+  // visible, the portable kernels take over.
   bool is_exact;
-  int odd_own[kBlockM];    // 1: a value of the row was not finite
-  int odd_other[kBlockN];  // the same of the tile of this number, if there was one
+  int odd_own[kBlockM];    // 1: the row has a nonfinite number
+  int odd_other[kBlockN];  // index of the last tile in which this row had one
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
-  mask_bounds_t bounds;  // counted from the first query and the first key of the tiles
+  mask_bounds_t bounds;  // relative to the first query and key of the tiles
   exp2_table_t exp2;
 
   __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
@@ -239,8 +239,8 @@ struct walk_t {
   }
 };
 
-// Half kPart of the columns of both tiles of rows from `first` on; zeros where there
-// are none.
+// Loads half kPart of the columns of both tiles of rows from `first` on, padded with
+// zeros.
 template <int kPart>
 __device__ __forceinline__ void fetch(const walk_t& block, int first) {
 #pragma unroll 1
@@ -253,7 +253,7 @@ __device__ __forceinline__ void fetch(const walk_t& block, int first) {
   }
 }
 
-// Makes values of a tile that are not finite 0, and notes their rows.
+// Zeroes the nonfinite numbers of a tile and notes their rows.
 template <int kPart> __device__ __forceinline__ void clean(walk_t& block, int tile) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
@@ -265,7 +265,7 @@ template <int kPart> __device__ __forceinline__ void clean(walk_t& block, int ti
   }
 }
 
-// The same of the rows of this warp.
+// The same for the rows of this warp.
 __device__ __forceinline__ void clean_own(walk_t& block) {
   const thread_t me;
   double* const own = own_of(me);
@@ -273,27 +273,27 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
   for (int n = me.lane(); n < kWarpOwnSize; n += kWarpSize) {
     if (is_finite(own[n])) continue;
     own[n] = 0;
-    // As copy_own() puts them.
+    // In the order of copy_own().
     block.odd_own[me.first_row() + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
   }
 }
 
-// Whether a run ends before this tile of those from row `first` on. There is no
-// register to count rows beside tiles.
+// Whether a run ends before this tile, counted from row `first`. There is no register
+// to count rows in addition to tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
   ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
-// The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
-//   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
+// Loops over all tiles of block.rows; their scores become 16 kSteps weights.
+//   fetch_row(tile)       starts copies of the statistics of the rows of a tile
 //   is_seen(tile)         whether the pair takes part in it
-//   exchange(tile, c, w)  makes the weights
+//   exchange(tile, c, w)  computes the weights
 template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
 __device__ __forceinline__ void walk(sums_t& sums, walk_t& block, FetchRow fetch_row,
                                      IsSeen is_seen, Exchange exchange) {
   const auto accumulate_part = [&](auto part, const weights_t<kSteps>& w) {
-    // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
+    // P multiplies dO and dS multiplies q; or dS of half a tile multiplies k.
     constexpr bool kWhole = kSteps == kStepsN;
     const int role = thread_t().role(), values = kWhole ? 1 - role : 0;
     const int start = kWhole ? 0 : role * kBlockN / 2;
@@ -316,28 +316,28 @@ __device__ __forceinline__ void walk(sums_t& sums, walk_t& block, FetchRow fetch
     product_t c = {};
     weights_t<kSteps> w;
     ptx::wait_copy_groups<0>();
-    // The first half has come, and all have read the second of the tile before.
+    // The first half has arrived, and all warps have read the second half before it.
     __syncthreads();
     fetch<1>(block, tile * kBlockN);
     ptx::commit_copy_group();
     if (block.is_exact) {
       clean<0>(block, tile);
-      __syncthreads();  // the values are finite
+      __syncthreads();  // the scrubbed values are stored
     }
     const bool seen = is_seen(tile);
     if (seen) dot<0>(c, block.num_rows);
     ptx::wait_copy_groups<0>();
-    __syncthreads();  // the second half has come
+    __syncthreads();  // the second half has arrived
     if (block.is_exact) {
       clean<1>(block, tile);
-      __syncthreads();  // the values are finite
+      __syncthreads();  // the scrubbed values are stored
     }
     if (seen) {
       dot<1>(c, block.num_rows);
       exchange(tile, c, w);
       accumulate_part(constant_t<0>{}, w);
     }
-    __syncthreads();  // all have read the first half
+    __syncthreads();  // all warps have read the first half
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
   }
@@ -345,7 +345,7 @@ __device__ __forceinline__ void walk(sums_t& sums, walk_t& block, FetchRow fetch
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 
-// The same for what lies `row` queries and `col` keys further on.
+// The same bounds relative to `row` queries and `col` keys further on.
 __device__ __forceinline__ mask_bounds_t moved(const mask_bounds_t& bounds, int row,
                                                int col) {
   return {bounds.low - col + row, bounds.high - col + row, bounds.num_queries - row,
@@ -360,15 +360,14 @@ __device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds, int rows,
   return rows > 0 && cols > 0 && bounds.low < cols && 1 - rows < bounds.high;
 }
 
-// A raw score q.k becomes exp(s - lse), or -0 where the query does not see the key;
-// `derivative` that of the score. It is NaN for what is far from any weight; NaN in a
-// gradient calls the repair.
+// exp(s - lse) of a raw score q.k, or -0 for a hidden key; `derivative` is that of the
+// score. NaN if it is far from any weight; NaN in a gradient triggers the fallback.
 template <bool kCheck>
 __device__ __forceinline__ double weight_of(double q_dot_k, bool in_bounds,
                                             const exp2_t& exp2, const scores_t& scores,
                                             double scale, index_t i, index_t j,
                                             double lse, double& derivative) {
-  constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
+  constexpr double kLargest = 700;  // logarithms below this do not overflow
   derivative = 1;
   double x;
   bool unseen = kCheck && !in_bounds;
@@ -380,14 +379,14 @@ __device__ __forceinline__ double weight_of(double q_dot_k, bool in_bounds,
   } else {
     x = fma_of(q_dot_k, scale, -lse);
   }
-  // All lanes of a warp take part.
+  // All lanes of the warp take part.
   double p = exp2(x);
-  // High words as floats: also true of a NaN or an infinity.
+  // Compares high words as floats; also true for NaN and infinities.
   if (!(high_word_as_float(x) <= high_word_as_float(kLargest))) p = nan_value<double>();
   return unseen ? -0.0 : p;
 }
 
-// Begins an entry, before its rows come.
+// Begins an entry, before its rows are loaded.
 __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
   unsigned thread = threadIdx.x;
   ptx::launder(thread);
@@ -410,7 +409,7 @@ __device__ __forceinline__ bool any_nonfinite(const sums_t& sums) {
   return nonfinite;
 }
 
-// After a walk: whether the block goes the same way again, exactly.
+// After a pass: whether the block needs an exact one.
 __device__ __forceinline__ bool walks_again(walk_t& block, const sums_t& sums,
                                             int* found) {
   const bool nonfinite = any_nonfinite(sums);
@@ -434,8 +433,8 @@ __device__ __forceinline__ void clear(sums_t& sums) {
   }
 }
 
-// store(row, column, sum, n) of what a lane has of a gradient: row n of four of its
-// warp.
+// Calls store(row, column, sum, n) for a lane's part of a gradient; row is its n-th of
+// four.
 template <typename Store>
 __device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
 #pragma unroll

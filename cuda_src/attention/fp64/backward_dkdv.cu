@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_tiled_f64_keys: dk and dv of float64 on tensor cores. A block keeps one
-// tile of keys and walks over the queries of all heads, and of all batch entries, that
-// use them.
+// tile of keys and loops over the queries of all heads and batch entries that use them.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A tile of queries, its
-//            scores transposed:
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). For each tile of
+//            queries, with transposed scores:
 //                S = score(k q^T),  P = exp(S - lse) factor,  dP = v dO^T
 //                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
-//            The first warp of a pair makes S, P and dv, the second dP, dS and dk
-// Grid       1-D, a block an entry of k and v and a tile of keys; the first tiles of
-//            all entries first, since causal ones are longest
-// Tiles      backward.cuh; k and v are owned, q and dO walked over
-// Memory     global: k, v, dk and dv once an entry that shares k and v; q and dO once
-//            a block, mostly from L2
-// Numbers    everything in float64; a tile's products are summed apart before they join
-//            dk and dv. One order of sums: the same bits in every run. What is not seen
-//            weighs 0: where 0 * NaN shows in a gradient, `found` asks for the repair
+//            The first warp of a pair computes S, P and dv, the second dP, dS and dk
+// Grid       1-D, one block per entry of k and v and tile of keys; first tiles of all
+//            entries first, since causal ones are longest
+// Tiles      backward.cuh; k and v are owned, q and dO are looped over
+// Memory     global: k, v, dk and dv once per entry that shares k and v; q and dO once
+//            per block, mostly from L2
+// Numbers    all in float64; the products of a tile are summed on their own before they
+//            are added to dk and dv. A fixed order of sums: the same bits in every run.
+//            Hidden keys weigh 0: if a gradient shows 0 * NaN, `found` asks for the
+//            fallback
 // Limits     head dimensions up to kDim
 #include "attention/fp64/backward.cuh"
 
 struct block_t : walk_t {
-  // Of the first query walked over; lse may have strides of its own.
+  // Of the first query looped over; lse may have strides of its own.
   const double *lse_rows, *factor_rows, *delta_rows;
   // Of a tile.
   alignas(16) double lse[kBlockN], factor[kBlockN], delta[kBlockN];
@@ -56,15 +56,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
 #pragma unroll 1
   for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
-    __syncthreads();  // all have read what belongs to the entry before
+    __syncthreads();  // all warps have read what belongs to the previous entry
     begin_walks(block, summed);
     const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t j0 = block.own_first;
     const range_t queries =
         scores.queries_of(j0, smaller(j0 + kBlockM, params.seqlen_k));
-    // Tiles start at multiples of kBlockN, so that the sums of a key are made in the
-    // same order whatever the tile of keys it lies in.
+    // Tiles start at multiples of kBlockN, so that the order of the sums of a key does
+    // not depend on its tile of keys.
     const index_t first = queries.first / kBlockN * kBlockN;
     if (threadIdx.x == 0) {
       block.rows[0] = {at.at(q, params.q) + first * params.q.row, params.q.row,
@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 const int key = me.g() + 8 * h, query = col + e;
-                // A softcap is long: parts of the next one would come before its end,
-                // and registers would not do.
+                // A softcap is long: the compiler would start the next before the end
+                // of this one, and run out of registers.
                 if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
                 double derivative;
                 double p = weight_of<check.value>(
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for_each_sum(sums, [&](int row, int col, double sum, int) {
       if (row >= num_rows || col >= dim) return;
       grad_t& x = out[row * row_stride + col * col_stride];
-      // Entries that share k and v add up in order.
+      // Entries that share k and v are added in order.
       x = block.summed > 0 ? x + sum * scale : sum * scale;
     });
   }

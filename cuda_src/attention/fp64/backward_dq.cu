@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_tiled_f64_queries: dq of float64 on tensor cores, and what else belongs
-// to a query. A block keeps one tile of queries and walks over the keys.
+// attention_vjp_tiled_f64_queries: dq of float64 on tensor cores, and statistics of
+// each query. A block keeps one tile of queries and loops over the keys.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). For each tile of keys
 //                S = score(q k^T),  P = exp(S - lse),  dP = dO v^T
 //                dS = P (dP - delta) score'(q k^T),  dq += scale dS k,  l += rowsum P
-//            The first warp of a pair makes S, the second dP; each then takes half of
-//            the keys. l is 1 but for the roundings of lse and S: where it is, `factor`
-//            becomes 1 / l, P times which sums to 1, and where it is not, lse knows of
-//            keys that are not here, and `factor` is 1
-// Grid       1-D, a block an entry of q and a tile of queries; the last tiles of all
+//            The first warp of a pair computes S, the second dP; each then takes half
+//            of the keys. If l is 1 up to the rounding of lse and S, `factor` is 1 / l,
+//            so that P times it sums to 1; if not, lse covers keys of other calls, and
+//            `factor` is 1
+// Grid       1-D, one block per entry of q and tile of queries; last tiles of all
 //            entries first, since causal ones are longest
-// Tiles      backward.cuh; q and dO are owned, k and v walked over
-// Memory     global: q and dO once; dq once an entry that shares q; k and v once a
+// Tiles      backward.cuh; q and dO are owned, k and v are looped over
+// Memory     global: q and dO once; dq once per entry that shares q; k and v once per
 //            block, mostly from L2
-// Numbers    everything in float64; a tile's products are summed apart before they join
-//            dq. One order of sums: the same bits in every run. What is not seen weighs
-//            0: where 0 * NaN shows in a gradient, `found` asks for the repair
+// Numbers    all in float64; the products of a tile are summed on their own before they
+//            are added to dq. A fixed order of sums: the same bits in every run. Hidden
+//            keys weigh 0: if a gradient shows 0 * NaN, `found` asks for the fallback
 // Limits     head dimensions up to kDim
 #include "attention/fp64/backward.cuh"
 
@@ -26,19 +26,20 @@ struct block_t : walk_t {
 
 constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
 
-// Which keys of a tile the rows of this warp see.
+// The bounds on the keys of a tile for the rows of this warp.
 __device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int tile) {
   return moved(block.bounds, thread_t().first_row(), tile * kBlockN);
 }
 
-// Products of a tile become dS of half of its keys, and l the sums of P.
+// Turns the products of a tile into dS of half of its keys, and adds the sums of P to
+// l.
 __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
                                       int* found, int tile, product_t& c,
                                       weights_t<kStepsEach>& w,
                                       pair_t<double> (&l)[2]) {
   const thread_t me;
   double* const exchange_lane = exchange_of(me);
-  // A warp keeps its half of the keys and gives the other.
+  // A warp keeps its half of the keys and hands over the other.
   double mine[kTilesEach][4], theirs[kTilesEach][4];
 #pragma unroll
   for (int n = 0; n < kTilesEach; ++n) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
              block.odd_other[start + key] == tile)) {
           *found = 1;
         }
-        // Not 0 * NaN.
+        // Avoids 0 * NaN.
         if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
         weight_at<kStepsEach>(w, n, e) = ds;
       }
@@ -109,7 +110,7 @@ __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
   }
 }
 
-// The second warp of a pair hands its sums over, in the place of its dO.
+// The second warp of a pair hands over its sums in the buffer of its dO.
 __device__ __forceinline__ void add_second(const thread_t& me, sums_t& sums,
                                            const pair_t<double> (&l)[2],
                                            double (&l_of)[2]) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ void add_second(const thread_t& me, sums_t& sums,
     l_of[r] =
         warp_reduce<4>(l[r].high + l[r].low, [](double a, double b) { return a + b; });
   }
-  sync_pair();  // the first warp has read what the second gave it
+  sync_pair();  // the first warp has read the previous exchange
   double* const handed =
       shared_tiles() + kOwnSize + me.pair() * kWarpOwnSize + me.lane() * kVec;
   if (me.role() == 1) {
@@ -145,7 +146,7 @@ __device__ __forceinline__ void add_second(const thread_t& me, sums_t& sums,
   l_of[1] += theirs.y;
 }
 
-// Factors of rows, by which sums of their P are 1, and terms of dsinks.
+// Computes the factors with which P of a row sums to 1, and terms of dsinks.
 __device__ __forceinline__ void close_rows(const thread_t& me, const block_t& block,
                                            const scores_t& scores,
                                            const params_t& params, index_t row,
@@ -161,7 +162,7 @@ __device__ __forceinline__ void close_rows(const thread_t& me, const block_t& bl
     const double sink = counts ? exp_diff_exact(scores.sink(), lse_i) : 0;
     const double total = l_of[r] + sink;
     const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
-    // Not where both are infinite: a row that sees no key.
+    // False if both are infinite, for a row that sees no key.
     own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
     if (me.t() == 0 && row + n < params.seqlen_q) {
       factor[entry + n] = own_factor[r];
@@ -203,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
 #pragma unroll 1
   for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
-    __syncthreads();  // all have read what belongs to the entry before
+    __syncthreads();  // all warps have read what belongs to the previous entry
     begin_walks(block, summed);
     const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
@@ -265,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     double own_factor[2];
     close_rows(me, block, scores_end, params, row, entry, l_of, own_factor, factor,
                sink_terms);
-    // A lane has other rows of the sums.
+    // A lane's rows of the sums are others.
     double factor_of[4];  // of rows 2 t + (0, 1), then + 8
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -277,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for_each_sum(sums, [&](int i, int col, double sum, int n) {
       if (i >= num_rows || col >= params.head_dim) return;
       grad_t& x = out[i * grads.row[0] + col * grads.col[0]];
-      // Entries that share q add up in order, each with factors of its own.
+      // Entries that share q are added in order, each with its own factors.
       const double term = sum * factor_of[n] * params.scale;
       x = block.summed > 0 ? x + term : term;
     });

@@ -1,34 +1,34 @@
 // SPDX-License-Identifier: MIT
-// attention_tiled_f64: FlashAttention of float64 on tensor cores.
+// attention_tiled_f64: FlashAttention in float64 on tensor cores.
 //
 // Algorithm  FlashAttention-2 forward (Dao 2023, algorithm 1), with a reference m in
 //            place of the running maximum. For each tile of keys
 //                s = score(q k^T),  p = exp(s - m),  l += rowsum p,  o += p v
-//            and at the end  out = o / l,  lse = m + log l. Only where a score is above
-//            m by more than kRoom, m becomes the largest score of the tile, and o and l
-//            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head; causal ones that are longest
-//            first, the last tiles of all heads
+//            and at the end  out = o / l,  lse = m + log l. Only if a score exceeds m
+//            by more than kRoom, m becomes the largest score of the tile, and o and l
+//            are rescaled: p up to 2^kRoom is as accurate as p up to 1.
+// Grid       1-D, one block per tile of queries of one head; if causal, longest first:
+//            the last tiles of all heads
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places,
-//            interleaved s, p, o  registers; a warp owns 16 rows, or two warps do: each
-//            sums q k^T over half of the columns, they exchange the sums, and each adds
-//            p v to half of the columns of o
-// Memory     global: q and out once; k and v once a block, mostly from L2. The copies
-//            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
-//            have read it, and no barrier holds all warps of a block: while one
-//            computes weights, another multiplies. With 2, warps wait for each other
-// Schedule   a product of 16 rows, 8 columns and 16 slots keeps the tensor cores of a
-//            quarter of a multiprocessor busy for 64 clocks. Each stands between two
-//            holds (ptx/hold.cuh), and the loads and additions for others beside it, so
-//            that the next is ready when they are free
-// Numbers    everything in float64. p v of a tile is summed apart before it joins o,
-//            and so are runs of tiles (attention/simt/long_sums.cuh)
-// Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots buffers, in turn
+//            s, p, o  registers; a warp owns 16 rows, or two warps do: each then sums
+//                  q k^T over half of the columns, they exchange the sums, and each
+//                  adds p v to half of the columns of o
+// Memory     global: q and out once; k and v once per block, mostly from L2. Copies run
+//            kSlots - 1 tiles ahead. With 3 buffers, one is free once all warps have
+//            read it, and no barrier holds all warps of a block: while one computes
+//            weights, another multiplies. With 2, warps wait for each other
+// Schedule   a product of 16 rows, 8 columns and 16 slots occupies the tensor cores of
+//            a quarter of a multiprocessor for 64 clocks. Each is enclosed by two holds
+//            (ptx/hold.cuh), with loads and additions for others beside it, so that the
+//            next is ready when the tensor cores are free
+// Numbers    all in float64. p v of a tile is summed on its own before it is added to
+//            o, and so are runs of tiles (attention/simt/long_sums.cuh)
+// Limits     the host rounds kHeadDim and kHeadDimV up; zeros pad
 //
-// The sums are s = q k^T and o^T = v^T p^T: what a lane holds of s as a result is what
-// it has to hold of p as the second operand, and by 16 bytes it reads two columns of v
-// that stand side by side in the first (tile.cuh says which slots they are).
+// The products are s = q k^T and o^T = v^T p^T: a lane holds of s, as a result, exactly
+// what it needs of p as the second operand, and reads two adjacent columns of v, 16
+// bytes, for the first (tile.cuh tells which slots they are).
 #include "attention/simt/long_sums.cuh"
 #include "attention/score/score.cuh"
 #include "attention/fp64/tile.cuh"
@@ -45,23 +45,23 @@
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kSlots = SLOTS;        // places for tiles of k and v
+constexpr int kSlots = SLOTS;        // buffers for tiles of k and v
 constexpr bool kDrift = kSlots > 2;  // warps need not be at the same tile
-// Lanes of a warp that say that it has read a tile: for racecheck, which follows no
-// lane that arrives for its warp, all do.
+// Lanes per warp that report that it has read a tile: all for racecheck, which does not
+// understand one lane that arrives for its warp.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
-constexpr int kHeld = HELD;             // steps of q.k with q in registers, of a warp
-constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
-// Whether scores are finished one by one; else they are q.k, and the scale joins where
-// the exponential is taken.
+constexpr int kHeld = HELD;             // steps of q.k with q in registers, per warp
+constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
+// Whether scores are finished one by one; otherwise they are q.k, and the scale is
+// applied in the exponential.
 #ifdef SCALE_SCORES
 constexpr bool kTerms = true;
 #else
 constexpr bool kTerms = kChangesScores;
 #endif
 
-// Products that fragments of k come ahead of theirs. With options two would spill at
+// Fragments of k are loaded this many products ahead. With options, two would spill at
 // 128 columns.
 constexpr int kAhead =
     kTerms || kHasSinks || kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths ? 1
@@ -70,7 +70,7 @@ constexpr int kAhead =
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
 constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
-// Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
+// Per warp: steps of the sum q.k and of the sum p v, and chunks of o, two tiles of 8
 // columns each.
 constexpr int kStepsD = kHeadDim / 16 / kSharers;
 constexpr int kStepsInShared = kStepsD - kHeld;  // with q in shared memory
@@ -80,39 +80,39 @@ static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
 static_assert(kSlots >= 2 && kStepsInShared >= 0);
 
-// m may be below the largest score by this many powers of 2.
+// How many powers of 2 the largest score may exceed m by.
 constexpr double kRoom = 8;
 
 constexpr int kDimOfSlot = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
 constexpr int kSlotSize = kBlockN * kDimOfSlot;
 
-// Where a warp stands among those that share its rows.
+// Position of a warp among those that share its rows.
 __device__ __forceinline__ int team() { return threadIdx.x / kWarpSize / kSharers; }
 __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kSharers; }
 
-// What is the same to all threads of a block, and to those of a warp; in shared memory,
-// since registers are scarce.
+// State common to the threads of a block, or of a warp; in shared memory, since
+// registers are scarce.
 struct block_t {
   const double *q, *k, *v;
   double* out;
   row_lse_t* lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
-  // Keys that a query of a team sees, and that all of them see; counted from `first`.
+  // Keys that some query of a team sees, and that all of them see; relative to `first`.
   int first_key[kNumTeams], last_key[kNumTeams];
   int first_common[kNumTeams], last_common[kNumTeams];
-  // A place holds its item; all warps have read it.
+  // The buffer holds its item; all warps have read it.
   ptx::copy_barrier_t full[kSlots], empty[kSlots];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
   exp2_table_t exp2;
 };
 
-// What a lane owns: rows g and g + 8 of its warp, numbered 0 and 1.
+// What a lane owns: rows g and g + 8 of its warp, called 0 and 1.
 template <int kCount> struct rows_t {
   double s[kTiles][4];      // scores; fragments c
-  double p[kStepsN][2][4];  // weights, of row g and of g + 8; fragments b
-  // Of rows 2 t + (0, 1, 0, 1) and of those + 8, columns 2 g + (0, 0, 1, 1) of a chunk;
+  double p[kStepsN][2][4];  // weights of rows g and g + 8; fragments b
+  // Rows 2 t + (0, 1, 0, 1) and those + 8, columns 2 g + (0, 0, 1, 1) of a chunk: the
   // fragments c of the transposed product.
   using o_t = double[kCount][2][4];
   using l_t = double[2];
@@ -121,7 +121,7 @@ template <int kCount> struct rows_t {
   l_t l;  // over the lane's own columns
 };
 
-// Fragments a of the steps of q that a warp holds.
+// Fragments a of the steps of q that a warp keeps in registers.
 struct held_t {
   double a[kHeld > 0 ? kHeld : 1][8];
 
@@ -136,7 +136,7 @@ struct held_t {
   }
 };
 
-// s = q k^T, of this warp's share of the columns.
+// s = q k^T over this warp's part of the columns.
 template <int kCount>
 __device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
                                     const double* q, const double* k,
@@ -145,7 +145,7 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
   k += sharer() * kStepsD * 16;
   const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
                                    k + place<kHeadDim>(lane_g(), 4 + lane_t())};
-  // Fragments of q come a step ahead of the products.
+  // Fragments of q are loaded one step ahead of the products.
   constexpr int kProducts = kTiles * kStepsD;
   double a[2][8], b[kAhead + 1][4];
   const auto load_q = [&](int step) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
     const int step = i / kTiles, n = i % kTiles;
     ptx::hold(count, i);
     if (i + kAhead < kProducts) load_k(i + kAhead);
-    // Before the first product of a step, the one before it may still be reading these
-    // registers; before the second of two it would be late.
+    // Not before the first product of a step, because the previous one may still be
+    // reading these registers; before the second of two it would be late.
     if (n == (kTiles > 2 ? 1 : 0) && step + 1 < kStepsInShared) load_q(step + 1);
     add_product(
         rows.s[n],
@@ -189,14 +189,14 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
   }
 }
 
-// The sums of two warps into their sum, the same to the last bit in both.
+// Adds the sums of two warps; both get the same bits.
 template <int kCount>
 __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exchange) {
   constexpr int kSize = kWarpRows * kBlockN;
   double* const mine = exchange + threadIdx.x / kWarpSize * kSize;
   const double* const other = exchange + (threadIdx.x / kWarpSize ^ 1) * kSize;
   const int lane = threadIdx.x % kWarpSize * kVec;
-  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have read what they exchanged last
+  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have read the previous exchange
 #pragma unroll
   for (int n = 0; n < 2 * kTiles; ++n) {
     *reinterpret_cast<double2*>(mine + n * kWarpSize * kVec + lane) =
@@ -211,7 +211,7 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
   }
 }
 
-// Raw scores into final ones; with kCheck, -inf where a query does not see the key.
+// Turns raw scores into final ones; with kCheck hidden keys get -inf.
 template <bool kCheck, int kCount>
 __device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scores,
                                       const mask_bounds_t& bounds, index_t i0,
@@ -231,13 +231,13 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scor
   }
 }
 
-// What the lanes of row 2 t + e have.
+// The value that the lanes of row 2 t + e hold.
 __device__ __forceinline__ double of_row(double x, int e) {
   return __shfl_sync(kFullMask, x, 4 * (2 * lane_t() + e));
 }
 
-// Where a score is far above m, m becomes the largest of the tile. A row with a NaN or
-// +inf has the sum NaN from then on.
+// If a score is far above m, m becomes the largest of the tile. From a NaN or +inf on,
+// the sum of a row is NaN.
 template <int kCount>
 __device__ __forceinline__ void raise(rows_t<kCount>& rows, const exp2_t& exp2,
                                       const block_t& block, const float (&limit)[2]) {
@@ -255,7 +255,7 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows, const exp2_t& exp2,
       }
     }
     top = warp_reduce<4>(top, [](double a, double b) { return a > b ? a : b; });
-    // By the same look as the caller's: the bits of a row are no other row's business.
+    // The same test as the caller's, per row: its bits do not depend on other rows.
     const bool is_raised =
         !(high_word_as_float(top) <= limit[r]) && top > rows.m[r] + block.room;
     const double power = exp2(rows.m[r] - top);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows, const exp2_t& exp2,
   }
 }
 
-// o and l over many keys.
+// Two-level sums of o and l over many keys.
 template <int kCount> class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
@@ -282,7 +282,7 @@ template <int kCount> class two_level_rows_t {
     l_.begin();
   }
 
-  // A run has ended.
+  // Ends a run.
   __device__ __forceinline__ void end(rows_t<kCount>& rows, const exp2_t& exp2) {
     const factors_t by(*this, rows, exp2);
     o_.end(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
@@ -297,8 +297,8 @@ template <int kCount> class two_level_rows_t {
   }
 
  private:
-  // From the scale of the last run to that of now: of rows 2 t + (0, 1) and of those
-  // + 8; of rows g and g + 8.
+  // Factors from the scale of the last run to the current one: of rows 2 t + (0, 1) and
+  // those + 8; of rows g and g + 8.
   struct factors_t {
     double of_o[4], of_l[2];
 
@@ -319,12 +319,12 @@ template <int kCount> class two_level_rows_t {
 
   two_level_sum_t<double, typename rows_t<kCount>::o_t> o_;
   two_level_sum_t<double, typename rows_t<kCount>::l_t> l_;
-  volatile double m_[2];  // when the last run ended
+  volatile double m_[2];  // at the end of the last run
 };
 
-// Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
-// told apart as those of weight() in attention/score/score.cuh: -0 of a key that is not
-// seen, 0 of one whose weight is 0, and small numbers.
+// Turns scores into weights, exp(unit (s - m)), and adds these to l. With kExact they
+// can be told apart as in weight() of attention/score/score.cuh: -0 for a hidden key, 0
+// for a weight of 0, and small numbers.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& block) {
   const exp2_t exp2(block.exp2);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
   float limit[2];  // the high word of m + room
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    // Of scores in the millions, a high word tells too little.
+    // For scores in the millions the high word is too coarse.
     limit[r] = abs_of(rows.m[r]) * block.unit < 1e6
                    ? high_word_as_float(rows.m[r] + block.room)
                    : nan_value<float>();
@@ -341,7 +341,7 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      // Also true of a NaN or an infinity, whose high words are NaN as floats.
+      // Also true for NaN and infinities, whose high words are NaN as floats.
       above |= !(high_word_as_float(rows.s[n][e]) <= limit[e / 2]);
     }
   }
@@ -371,7 +371,7 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
   rows.l[1] += l[1];
 }
 
-// o += join(p value(v)), where the product is a tile's.
+// o += join(p value(v)), where join is called with the product of a tile.
 template <int kCount, typename Value, typename Join>
 __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v,
                                            const block_t& block, Value value,
@@ -381,8 +381,8 @@ __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v
   for (int e = 0; e < 2; ++e) {
     v_lane[e] = v + place<kHeadDimV>(2 * lane_t() + e, lane_g());
   }
-  // Two products a fragment of v, which comes one ahead of them. A sum joins o when two
-  // more products have started: it is complete by then, and none waits for it.
+  // Two products per fragment of v, which is loaded one ahead. A sum is added to o two
+  // products later: it is complete by then, and nothing waits for it.
   constexpr int kFragments = kStepsN * kCount, kProducts = 2 * kFragments, kDelay = 3;
   double a[2][8], sum[2][2][4];
   const auto load = [&](int fragment) {
@@ -419,8 +419,8 @@ __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v
   }
 }
 
-// How values that are not finite are counted: a product of a code of p and one of v is
-// 0 for what adds nothing. Sums of 256 codes of one kind do not reach the next.
+// Counts nonfinite values: the product of a code of p and one of v is 0 if it adds
+// nothing. A sum of 256 codes of one kind does not reach the next.
 constexpr double kPlusInf = 1, kMinusInf = 1 << 8, kNotANumber = 1 << 16;
 __device__ __forceinline__ double code_of_p(double p) {
   return p > 0 ? 1 : is_unseen(p) || is_nan(p) ? 0 : kNotANumber;  // 0 inf is NaN
@@ -435,12 +435,12 @@ __device__ __forceinline__ double special(double count) {
   return plus ? infinity<double>() : minus ? -infinity<double>() : 0;
 }
 
-// Sums of the largest numbers are beyond all numbers, though their means are not. With
-// kExact o is that of values times kDown.
+// Sums of the largest numbers overflow although their means do not. With kExact, o is
+// that of values times kDown.
 constexpr double kDown = 0x1p-64, kUp = 0x1p64;
 
-// o += p v. With kExact a key that is not seen adds nothing, not even 0 * NaN: the
-// finite values are summed, the others counted.
+// o += p v. With kExact a hidden key adds nothing, not even 0 * NaN: finite values are
+// summed, the others counted.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void accumulate(rows_t<kCount>& rows, const double* v,
                                            const block_t& block) {
@@ -462,20 +462,20 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows, const double* v
   }
 }
 
-// Whether a run ends before this tile of those from key `first` on. There is no
-// register to count keys beside tiles.
+// Whether a run ends before this tile, counted from key `first`. There is no register
+// to count keys in addition to tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
   ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
-// The end of a range of queries, or of all of them.
+// The end of a range of queries, at most the number of queries.
 __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_last) {
   return i_last < params.seqlen_q ? i_last : params.seqlen_q;
 }
 
-// The whole walk over the keys, and the results for kCount chunks of columns. Returns
-// whether all of them are finite, without which kExact = false stores nothing.
+// Loops over all keys and stores the results of kCount chunks of columns. Returns
+// whether all are finite; otherwise kExact = false stores nothing.
 template <bool kExact, int kCount>
 __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
                                      const params_t& params, const double* smem_q,
@@ -496,7 +496,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     while (!ptx::copy_barrier_test(&barrier, parity)) {
     }
   };
-  // Items are tiles of k and v, interleaved: k of the first tile, v of it, k of the
+  // Items are tiles of k and v, interleaved: k of the first tile, its v, k of the
   // second.
   const auto copy = [&](auto is_v, int item) {
     double* const to = slots + item % kSlots * kSlotSize;
@@ -529,7 +529,8 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
       wait(block.full[item % kSlots], item / kSlots % 2);
     } else {
       ptx::wait_copy_groups<kSlots - 2>();
-      __syncthreads();  // all see the item, and all have read the one before it
+      __syncthreads();  // the item is visible, and all warps have read the one before
+                        // it
       fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
     }
     return slots + item % kSlots * kSlotSize;
@@ -543,7 +544,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
       }
     }
   };
-  // Starts the copy of a later item, where take() has not.
+  // Starts the copy of a later item, unless take() did.
   const auto go_on = [&](auto is_v, int item) {
     if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
   };
@@ -597,7 +598,8 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
         block);
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-    // A softcap is in line once only, as a function is: each tanh is long to compile.
+    // The softcap and score functions are inlined only once: each tanh is long to
+    // compile.
     if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
         j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
       if constexpr (kTerms) {
@@ -615,7 +617,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
   }
 
   if constexpr (kTwoLevelSums) two_level.finish(rows, exp2_t(block.exp2));
-  __syncthreads();  // all have passed the last barriers
+  __syncthreads();  // all warps have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
@@ -664,16 +666,16 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
   return true;
 }
 
-// The same with all that infinities and NaN among the values ask for. A function of its
-// own, so that its registers are none of the other's.
+// The same with everything that infinities and NaN among the values require. A separate
+// function, so that it does not affect the registers of the other.
 __device__ __noinline__ void walk_exactly(block_t& block, const scores_t& scores,
                                           const params_t& params, const double* smem_q,
                                           double* slots) {
-  // Few columns at a time, since counts need registers too.
+  // Few columns at a time, since counts need registers, too.
   constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; chunk += kCount) {
-    __syncthreads();  // the barriers of the walk before have ended
+    __syncthreads();  // the barriers of the previous pass have ended
     walk<true, kCount>(block, scores, params, smem_q, slots,
                        sharer() * kChunks + chunk);
   }
@@ -694,8 +696,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t num_heads = params.batch_size * params.num_heads;
-  // A bound makes tiles of several lengths. Where all are alike, those of a head follow
-  // each other, since they read the same keys.
+  // Position bounds make tiles of several lengths. If all are alike, those of a head
+  // follow each other, since they read the same keys.
   const bool by_length = params.left < kFar || params.right < kFar;
   const index_t in_turn = by_length ? num_heads : num_tiles;
   const index_t turn = divide(block_index(), in_turn);
@@ -709,8 +711,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const index_t i_block = (num_tiles - 1 - from_last) * kBlockM;
     const index_t i0 = i_block + own * kWarpRows;
     const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
-    // Tiles start at multiples of kBlockN, so that a row is summed in the same order
-    // whatever the tile of queries it lies in.
+    // Tiles start at multiples of kBlockN, so that the order of summation of a row does
+    // not depend on its tile of queries.
     const index_t first = keys.first / kBlockN * kBlockN;
     const double* const q_block = at.at(q, params.q) + i_block * params.q.row;
     if constexpr (kStepsInShared > 0) {
@@ -747,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t seen = scores.keys_of(i0, last_query(params, i0 + kWarpRows));
       block.first_key[own] = static_cast<int>(seen.first - first);
       block.last_key[own] = static_cast<int>(seen.last - first);
-      // Rows past the end are not stored; only terms must not be read there.
+      // Rows past the end are not stored; only options must not be read there.
       const index_t i_last = last_query(params, i0 + kWarpRows);
       const bool whole = scores.is_query(i_last - 1) &&
                          (kTerms ? i_last == i0 + kWarpRows : i_last > i0) &&
@@ -760,7 +762,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
   }
   if (!walk<false, kChunks>(block, scores, params, smem_q, slots, sharer() * kChunks)) {
-    // A result that is not finite may come from a key that is not seen, as 0 * NaN.
+    // A nonfinite result may come from a hidden key, as 0 * NaN.
     walk_exactly(block, scores, params, smem_q, slots);
   }
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Tiles and fragments of float64 attention and its gradients on tensor cores: how rows
-// lie in shared memory, how they get there, and products of 16 rows, 8 columns, 16
+// Tiles and fragments of float64 attention and its gradients on tensor cores: the
+// layout of rows in shared memory, copies to it, and products of 16 rows, 8 columns, 16
 // slots.
 //
-// The products sum over slots that stand for columns of q and k, or for keys, in any
-// order that both operands share. Slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i % 2
-// here: a lane reads its operands by 16 bytes, and what it holds of scores as a result
-// is what it has to hold of weights as an operand.
+// The products sum over slots, which stand for columns of q and k, or for keys, in any
+// order that both operands share. Here slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i
+// % 2: a lane reads its operands in 16-byte vectors, and its part of the scores as a
+// result is the part of the weights that it needs as an operand.
 #pragma once
 
 #include "attention/score/score.cuh"
@@ -15,19 +15,19 @@
 #include "ptx/mma_f64.cuh"
 #include "ptx/opaque.cuh"
 
-constexpr int kWarpRows = 16;  // that a warp owns
+constexpr int kWarpRows = 16;  // rows owned by a warp
 
-// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector
+// Shared memory is read in 16-byte vectors, by 8 lanes at a time. The index of a vector
 // in its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows
 // of one parity x 2 vectors (v), lie in different banks.
-constexpr int kVec = 2;  // numbers of a vector
+constexpr int kVec = 2;  // numbers per vector
 __device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
 
 template <int kDim> __device__ __forceinline__ int place(int row, int vector) {
   return row * kDim + (vector ^ swizzle(row)) * kVec;
 }
 
-// Where a lane stands in the fragments of ptx/mma_f64.cuh.
+// Position of a lane in the fragments of ptx/mma_f64.cuh.
 __device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
 __device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
 
@@ -55,20 +55,20 @@ template <bool kValue> struct flag_t {
   static constexpr bool value = kValue;
 };
 
-// Starts copies of the first kCols columns of kRows rows to shared memory, where rows
-// are kDim long; rows from `num_rows` and columns from `dim` on are zeros.
+// Starts copies of the first kCols columns of kRows rows to shared memory, in which
+// rows are kDim long; rows from `num_rows` and columns from `dim` on are zeros.
 template <int kRows, int kDim, int kCols = kDim>
 __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t stride,
                                           index_t num_rows, int dim) {
   constexpr int kVectors = kCols / kVec;
-  // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
+  // A multiple of 8 rows at a time if possible: these have the same swizzle.
   constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
   constexpr int kLanes = kVectors % 32 == 0 && kMost >= 32   ? 32
                          : kVectors % 16 == 0 && kMost >= 16 ? 16
                                                              : 8;
   constexpr int kStep = kNumThreads / kLanes;  // rows at a time
   unsigned thread = threadIdx.x;
-  // Places are computed anew each time, not kept in registers.
+  // Recompute addresses, rather than keep them in registers.
   ptx::launder(thread);
   ptx::launder(stride);
   const int first_row = thread / kLanes, lane = thread % kLanes;
@@ -105,9 +105,9 @@ __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t
   }
 }
 
-// The rows that a warp owns, or neighbouring warps share, lie in shared memory as lanes
-// read them: the fragment a of one step is 4 vectors a lane, each a pair of rows g and
-// g + 8; the lanes stand side by side.
+// Rows owned by a warp, or shared by neighbouring warps, are stored in the order in
+// which lanes read them: the fragment a of a step is 4 vectors per lane, each a pair of
+// rows g and g + 8; lanes are adjacent.
 constexpr int kStepSize = kWarpRows * 16;
 
 template <int kDim, int kNumOwners = 1>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Which options a call has. The host defines those that it has, arrays by their type
-// and the others as 1; here the rest get `void` or 0, and all of them a constant.
+// The options of a call. The host defines those that it has, arrays by their type and
+// others as 1; the rest become `void` or 0 here, and each gets a constant.
 #pragma once
 
 #include "common/types.cuh"
@@ -47,7 +47,7 @@ template <typename T> struct option_t {
   static constexpr bool kIsGiven = true;
 };
 template <> struct option_t<void> {
-  using type = char;  // of an array that is not there
+  using type = char;  // of an absent array
   static constexpr bool kIsGiven = false;
 };
 
@@ -65,21 +65,21 @@ constexpr bool kHasQueryLengths = option_t<QUERY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasKeyLengths = option_t<KEY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasMask = MASK;
 constexpr bool kHasSoftcap = SOFTCAP;
-// functions.cuh has them. Without storage, which would show in all kernels.
+// See functions.cuh. An enum needs no storage, which would appear in all kernels.
 enum : bool { kHasScoreFunction = SCORE_FUNCTION, kHasMaskFunction = MASK_FUNCTION };
-constexpr bool kHasParts = KEY_PARTS;      // parts of the keys are an axis of the batch
-constexpr bool kRoundSteps = ROUND_STEPS;  // each step to elem_t (the naive kernel)
+constexpr bool kHasParts = KEY_PARTS;  // splits of the keys are an axis of the batch
+constexpr bool kRoundSteps = ROUND_STEPS;  // to elem_t (the naive kernel)
 
-// What kernels ask of an option that changes scores; a new one joins here, and in
-// scores_t::with_derivative().
-// A score is more than scale * q.k.
+// What kernels need to know about options that change scores. A new option is added
+// here and in scores_t::with_derivative().
+// The score is more than scale * q.k.
 constexpr bool kChangesScores = kHasSoftcap || kHasBias || kHasAlibi || kHasMask ||
                                 kHasScoreFunction || kHasMaskFunction;
-// Its derivative by scale * q.k is not 1.
+// Its derivative with respect to scale * q.k is not always 1.
 constexpr bool kHasDerivative = kHasSoftcap || kHasScoreFunction;
-// A key that lies within the positions that a query sees may be hidden all the same.
+// A key may be hidden although the position bounds of the query allow it.
 constexpr bool kHidesKeys =
     kHasMask || kHasBias || kHasScoreFunction || kHasMaskFunction;
-// It is scale * q.k + bias.
+// The score is scale * q.k + bias.
 constexpr bool kAddsBiasAlone = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasMask &&
                                 !kHasScoreFunction && !kHasMaskFunction;

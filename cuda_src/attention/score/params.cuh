@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the host tells every attention kernel: types by -D, numbers in one struct.
+// Parameters of all attention kernels: types by -D, numbers in one struct.
 #pragma once
 
 #include "attention/score/functions.cuh"
@@ -17,17 +17,17 @@ constexpr int kNumThreads = NUM_THREADS;
 
 using index_t = long long;
 
-// How far from the keys a query may stand. Sums of such a number and of a bound (left,
-// right) of twice that stay within 64 bits.
+// Limit of the distance between a query and the keys. Sums of such a number and a bound
+// (left, right) of twice that fit into 64 bits.
 constexpr index_t kFar = index_t(1) << 61;
 
-// Strides of one array in elements; 0 where it is broadcast or has no such axis. The
-// last axis of q, k and v is contiguous.
+// Strides of one array in elements; 0 for axes that are broadcast or absent. The last
+// axis of q, k and v is contiguous.
 struct operand_t {
   index_t batch[kBatchDims];
   index_t head, row, col;
 
-  // Of the matrix that belongs to (batch entry, head).
+  // The matrix of (batch entry, head).
   __device__ index_t offset(const index_t (&batch_index)[kBatchDims],
                             index_t head_index) const {
     index_t sum = head_index * head;
@@ -38,29 +38,29 @@ struct operand_t {
   }
 };
 
-// Mirrored by PARAMS in _attention/gpu/params.py, field by field.
+// PARAMS of _attention/gpu/params.py is the same struct on the host, field by field.
 struct params_t {
   index_t batch_size, num_heads, group_size, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  // Query i sees the keys [i + offset - left, i + offset + right].
+  // Query i sees keys [i + offset - left, i + offset + right].
   index_t left, right;
-  // 1: key length - query length of the batch entry is added to the query offset.
+  // 1: add key length - query length of the batch entry to the query offset.
   index_t offset_from_lengths;
-  index_t keys_of_part;  // where an axis of the batch is one of parts of the keys
+  index_t keys_of_part;  // with KEY_PARTS, where splits of the keys are a batch axis
   double scale, softcap;
   index_t batch_shape[kBatchDims];
   operand_t q, k, v, out, bias, mask, sinks, alibi_slopes;
   operand_t query_offsets, query_lengths, key_lengths;
-  // Parts of the keys are the first axis of the batch: the offset of head 0 is the
-  // number of a part, and `head` is how many heads of batch entries each has.
+  // With KEY_PARTS, the first batch axis: the offset of head 0 is the index of the
+  // split, and `head` the number of heads over all batch entries.
   operand_t part;
 #if SCORE_FUNCTION || MASK_FUNCTION
-  functions_t<accum_t> functions;  // of each call anew
+  functions_t<accum_t> functions;  // their arguments, for each call
 #endif
 };
 
-// What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.
+// The coordinates of a block: tile `tile` of `num_tiles` of a head of a batch entry.
 struct tile_coord_t {
-  index_t tile, head, kv_head, row_of_heads;  // row_of_heads = batch entry, head as one
+  index_t tile, head, kv_head, row_of_heads;  // the last: batch entry and head as one
   index_t batch[kBatchDims];
   bool exists;  // the grid is rounded up
 
@@ -75,7 +75,7 @@ struct tile_coord_t {
       : tile(0), row_of_heads(row) {
     find_head(params);
   }
-  // What row_of_heads says.
+  // Derives the others from row_of_heads.
   __device__ void find_head(const params_t& params) {
     index_t rest = divide(row_of_heads, params.num_heads);
     head = row_of_heads - rest * params.num_heads;
@@ -90,17 +90,17 @@ struct tile_coord_t {
     batch[0] = rest;
   }
 
-  // Element (batch entry, head, 0, 0) of an array of queries.
+  // Element (batch entry, head, 0, 0) of an array with query heads.
   template <typename T> __device__ T* at(T* x, const operand_t& operand) const {
     return x + operand.offset(batch, head);
   }
-  // The same of an array of keys or values.
+  // The same for an array of keys or values.
   template <typename T> __device__ T* at_kv(T* x, const operand_t& operand) const {
     return x + operand.offset(batch, kv_head);
   }
 };
 
-// The number of this block; one axis of the grid alone could be too short.
+// The index of this block; two axes, because one axis of the grid may be too short.
 __device__ __forceinline__ index_t block_index() {
   return blockIdx.x + index_t(gridDim.x) * blockIdx.y;
 }

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT
-// The way from q.k to a final score, the keys that a query may see, and what closes a
-// row. Every attention kernel includes this file: an option is written here, once.
+// From q.k to the final score, which keys a query sees, and the end of a row. Every
+// attention kernel includes this file; each option is implemented once, here.
 //
 //     s = scale * q.k,  s = softcap * tanh(s / softcap),  s = score function of s,
 //     s += bias,  s -= slope * |i + offset - j|,  s = -inf where masked
 //
-// What a call does without leaves no code (options.cuh).
+// Absent options generate no code (options.cuh).
 #pragma once
 
 #include "attention/score/options.cuh"
 #include "attention/score/params.cuh"
 #include "common/math.cuh"
 
-// What a thread keeps of its sinks, by where that takes fewer registers.
+// Which form of the sinks a thread keeps, whichever takes fewer registers.
 #if __CUDA_ARCH__ >= 900 && !defined(LONG_AXES)
 constexpr bool kSinksOfAllHeads = true;
 #else
 constexpr bool kSinksOfAllHeads = false;
 #endif
 #if KEY_PARTS
-// lse = m + log l weighs a part of the keys by exp(lse): its rounding, where it is
-// large, would be an error of the result.
+// A split of the keys is weighted by exp(lse), lse = m + log l: the rounding of a large
+// lse would be an error of the result.
 using maximum_t = double;
 struct row_lse_t {
-  double m, l;  // as attention/combine.cu has them
+  double m, l;  // as in attention/combine.cu
 };
 __device__ __forceinline__ row_lse_t lse_of(double m, accum_t l) {
   return {l == 0 ? -infinity<double>() : m, l};
@@ -68,15 +68,14 @@ __device__ __forceinline__ index_t position(unsigned long long x) {
   return x > static_cast<unsigned long long>(kFar) ? kFar : static_cast<index_t>(x);
 }
 
-// x as a step of the computation leaves it.
+// x after one step of the computation, rounded where each step is.
 __device__ __forceinline__ accum_t step(accum_t x) {
   if constexpr (kRoundSteps) return to<accum_t>(to<elem_t>(x));
   return x;
 }
 
-// exp(s - m). A key that is not seen (s = -inf) weighs -0: nothing in any sum, and yet
-// to be told from the 0 of a key far below the maximum, whose value counts if it is
-// NaN.
+// exp(s - m). A hidden key (s = -inf) has weight -0: it changes no sum, and yet differs
+// from the +0 of a key far below the maximum, whose value counts if it is NaN.
 __device__ __forceinline__ accum_t weight(accum_t s, accum_t m) {
   return s == -infinity<accum_t>() ? accum_t(-0.0) : exp_of(s - m);
 }
@@ -92,8 +91,8 @@ struct range_t {
   index_t first, last;  // [first, last); may be empty
 };
 
-// Which queries see which keys in one tile of scores, counted from its corner: those
-// with low <= col - row < high, row < num_queries, col < num_keys.
+// Which queries of a tile of scores see which keys, relative to its corner: those with
+// low <= col - row < high, row < num_queries, col < num_keys.
 struct mask_bounds_t {
   int low, high, num_queries, num_keys;
 
@@ -107,7 +106,7 @@ struct mask_bounds_t {
   }
 };
 
-// A row when all its keys have been added: 1 / sum, and lse.
+// The end of a row: 1 / sum, and lse.
 struct finished_t {
   accum_t inverse;
   row_lse_t lse;
@@ -141,7 +140,7 @@ class scores_t {
     }
 #if SCORE_FUNCTION || MASK_FUNCTION
     entry_ = divide(at.row_of_heads, params.num_heads);
-    if constexpr (kHasParts) {  // each of which has all batch entries
+    if constexpr (kHasParts) {  // each split has all batch entries
       const index_t of_part = divide(params.part.head, params.num_heads);
       entry_ -= divide(entry_, of_part) * of_part;
     }
@@ -160,13 +159,14 @@ class scores_t {
 
   // Queries from here on are padding.
   __device__ index_t num_queries() const { return query_length_; }
-  // And keys.
+  // Keys from here on are padding.
   __device__ index_t num_keys() const { return key_length_; }
 
-  // Whether query i is one at all, not padding.
+  // Whether query i is not padding.
   __device__ bool is_query(index_t i) const { return i < query_length_; }
 
-  // Keys outside this range are seen by no query in [i_first, i_last); mask aside.
+  // Keys outside this range are hidden from all queries in [i_first, i_last); mask
+  // aside.
   __device__ range_t keys_of(index_t i_first, index_t i_last) const {
     i_last = i_last < query_length_ ? i_last : query_length_;
     if (i_first >= i_last) return {0, 0};
@@ -188,7 +188,7 @@ class scores_t {
             clamp(j_last - offset_ + params_.left, 0, query_length_)};
   }
 
-  // The part of the keys, of which those behind the key length are seen by none.
+  // The keys of this split, without padding.
   __device__ range_t part() const {
     if constexpr (kHasParts) {
       const index_t last = part_first_ + params_.keys_of_part;
@@ -197,7 +197,7 @@ class scores_t {
     return {0, key_length_};
   }
 
-  // The tile of scores whose corner is query i0 and key j0; mask aside.
+  // The bounds of the tile of scores at query i0 and key j0; mask aside.
   __device__ mask_bounds_t mask_bounds(index_t i0, index_t j0) const {
     constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
     const index_t diagonal = i0 + offset_ - j0;
@@ -207,8 +207,8 @@ class scores_t {
             static_cast<int>(clamp(key_length_ - j0, 0, kMany))};
   }
 
-  // What the mask function shows of the keys [j_first, j_last) to the queries
-  // [i_first, i_last); the other masks aside.
+  // How much of keys [j_first, j_last) the mask function shows to queries [i_first,
+  // i_last); other masks aside.
   __device__ shown_t shown(index_t i_first, index_t i_last, index_t j_first,
                            index_t j_last) const {
 #if MASK_FUNCTION
@@ -220,8 +220,8 @@ class scores_t {
     return kShowsAll;
   }
 
-  // Whether query i does not see key j, which mask_bounds() shows. A score function
-  // hides it if it does so whatever the score; here, two of them.
+  // Whether key j is hidden from query i although mask_bounds() shows it. A score
+  // function hides a key if it does so for any score; two are tested here.
   __device__ bool hides(index_t i, index_t j) const {
     if constexpr (kHasScoreFunction) {
       if ((*this)(1, i, j) != -infinity<accum_t>()) return false;
@@ -230,8 +230,8 @@ class scores_t {
     return false;
   }
 
-  // The final score of query i and key j, if i may see j by keys_of() or mask_bounds().
-  // With kShown the mask function shows the key for sure.
+  // The final score of query i and key j, if keys_of() or mask_bounds() let i see j.
+  // With kShown the mask function is known to show the key.
   template <bool kShown>
   __device__ accum_t of(accum_t q_dot_k, index_t i, index_t j) const {
     accum_t unused;
@@ -241,9 +241,9 @@ class scores_t {
     return of<false>(q_dot_k, i, j);
   }
 
-  // The same, and its derivative by scale * q.k. All that changes a score stands here,
-  // for the forward and the gradients of all kernels. What depends on batch entry and
-  // head alone is read where they are known, in the constructor.
+  // The same, and its derivative with respect to scale * q.k. Everything that changes a
+  // score is here, for forward and gradients of all kernels. What depends only on batch
+  // entry and head is read in the constructor.
   template <bool kShown = false>
   __device__ accum_t with_derivative(accum_t q_dot_k, index_t i, index_t j,
                                      accum_t& derivative) const {
@@ -257,11 +257,11 @@ class scores_t {
     if (kHasMaskFunction && !kShown && !shows_by_function(i, j)) {
       s = -infinity<accum_t>();
     }
-    // The weight 0 of a hidden key must not meet an infinite derivative.
+    // Hidden keys have weight 0, which must not multiply an infinite derivative.
     if (kHasScoreFunction && s == -infinity<accum_t>()) derivative = 0;
     return s;
   }
-  // The score function, of s; `derivative` is multiplied by its own.
+  // Applies the score function to s; multiplies `derivative` by its own.
   __device__ accum_t of_function(accum_t s, index_t i, index_t j,
                                  accum_t& derivative) const {
 #if SCORE_FUNCTION
@@ -280,7 +280,7 @@ class scores_t {
     return true;
   }
 
-  // The parts of a term, for kernels that go through it a tile at a time.
+  // Parts of a score, for kernels that apply them to a tile at a time.
   __device__ const bias_t* bias_at(index_t i, index_t j) const {
     return bias_ + (i * params_.bias.row + j * params_.bias.col);
   }
@@ -288,7 +288,7 @@ class scores_t {
     return mask_ + (i * params_.mask.row + j * params_.mask.col);
   }
   __device__ accum_t slope() const { return slope_; }
-  // Batch entry and head as functions are told.
+  // Batch entry and head as functions see them.
 #if SCORE_FUNCTION || MASK_FUNCTION
   __device__ index_t entry() const { return entry_; }
   __device__ index_t query_head() const { return query_head_; }
@@ -298,7 +298,7 @@ class scores_t {
 #endif
   __device__ index_t diagonal(index_t i) const { return i + offset_; }
 
-  // The sink as one more score of row i, or of every row; -inf is none.
+  // The sink, an extra score of row i or of every row; -inf if there is none.
   __device__ accum_t sink(index_t i = 0) const {
     if constexpr (kHasSinks) {
       return to<accum_t>(sinks_[head_ * params_.sinks.head + i * params_.sinks.row]);
@@ -306,13 +306,13 @@ class scores_t {
     return -infinity<accum_t>();
   }
 
-  // Lets the sink join, for row i with maximum m and sum l = sum exp(s - m). Rows that
-  // see nothing get 0 and -inf, or the sink; padding gets 0 and -inf.
+  // Adds the sink to row i, with maximum m and sum l = sum exp(s - m). Rows that see
+  // nothing get 0 and -inf, or the sink; padding gets 0 and -inf.
   __device__ finished_t finish(index_t i, maximum_t m, accum_t l) const {
     if (!is_query(i)) return {0, lse_of(0, 0)};
     accum_t factor = 1;
     if constexpr (kHasSinks) {
-      // Of parts of the keys, it joins the first.
+      // With split keys, only the first split adds it.
       const bool joins = !kHasParts || part_first_ == 0;
       const maximum_t sink_i = joins ? sink(i) : -infinity<accum_t>();
       const maximum_t top = larger(m, sink_i);
@@ -335,12 +335,12 @@ class scores_t {
     derivative *= fma_of(-tanh, tanh, accum_t(1));
     return step(cap * tanh);
   }
-  // Of query i from key j, for alibi.
+  // Distance between query i and key j, for alibi.
   __device__ accum_t distance(index_t i, index_t j) const {
     const index_t x = i + offset_ - j;
     return static_cast<accum_t>(x < 0 ? -x : x);
   }
-  // Whether the mask shows key j to query i. Other masks of positions belong here.
+  // Whether the mask shows key j to query i. Other masks by position belong here.
   __device__ bool shows(index_t i, index_t j) const {
     if constexpr (kHasMask) {
       return mask_[i * params_.mask.row + j * params_.mask.col];
@@ -351,11 +351,11 @@ class scores_t {
   const params_t& params_;
   const bias_t* bias_;
   const bool* mask_;
-  const sink_t* sinks_;  // of all heads, or from this one on
-  int head_;             // counted from there
+  const sink_t* sinks_;  // of all heads, or from this head on
+  int head_;             // relative to that
   accum_t slope_;
   index_t offset_, key_length_, query_length_, part_first_;
 #if SCORE_FUNCTION || MASK_FUNCTION
-  index_t entry_, query_head_;  // as functions are told
+  index_t entry_, query_head_;  // as functions see them
 #endif
 };

@@ -1,25 +1,24 @@
 // SPDX-License-Identifier: MIT
-// A walk over tiles of keys, or of queries, that leaves out those of which the mask
-// function shows nothing.
+// A loop over tiles of keys, or of queries, that skips those that the mask function
+// hides completely.
 #pragma once
 
 #include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
-// A constant as an argument.
+// A compile-time constant, passed as an argument.
 template <bool kIt> struct constant_t {
   static constexpr bool kValue = kIt;
 };
 
-// What a warp knows of 32 tiles, each of kTile keys or queries. All its lanes call all
-// functions, with the same arguments, of which `shown(first)` tells about the tile that
-// begins there.
+// What a warp knows about 32 tiles, each of kTile keys or queries. All lanes call all
+// functions with the same arguments; `shown(first)` tells how much of the tile at
+// `first` is shown.
 template <int kTile, bool kExists = kHasMaskFunction> class shown_tiles_t {
  public:
-  int distance = kTile;  // from the tile that is visited to the next one
+  int distance = kTile;  // from the current tile to the next
 
-  // The first tile from that at `first` on that may be shown, or one that begins at
-  // `last` or behind it.
+  // The first tile from `first` on that may be shown; `last` or more if there is none.
   template <typename Shown>
   __device__ __forceinline__ int next(int first, int last, Shown shown) {
     while (first < last) {
@@ -31,14 +30,14 @@ template <int kTile, bool kExists = kHasMaskFunction> class shown_tiles_t {
     }
     return first;
   }
-  // Finds the tile that is visited after that at `first`. Where tiles take two stages
-  // in turn, it is an odd number of tiles later: at times one that is hidden.
+  // Finds the tile after the one at `first`. With kInTurn tiles alternate between two
+  // stages, so it is an odd number of tiles further: sometimes a hidden one.
   template <bool kInTurn, typename Shown>
   __device__ __forceinline__ void step(int first, int last, Shown shown) {
     distance = next(first + kTile, last, shown) - first;
     if (kInTurn && distance / kTile % 2 == 0) distance -= kTile;
   }
-  // Whether it is known that all of the tile at `first` is shown.
+  // Whether the whole tile at `first` is known to be shown.
   __device__ __forceinline__ bool is_whole(int first) const {
     return place(first) < kWarpSize && (all_ >> place(first) & 1);
   }
@@ -56,11 +55,11 @@ template <int kTile, bool kExists = kHasMaskFunction> class shown_tiles_t {
     all_ = __ballot_sync(kFullMask, own == kShowsAll);
   }
 
-  int first_ = -kWarpSize * kTile;  // of the tiles that are known
-  unsigned some_ = 0, all_ = 0;     // a bit a tile
+  int first_ = -kWarpSize * kTile;  // of the known tiles
+  unsigned some_ = 0, all_ = 0;     // a bit per tile
 };
 
-// Without a mask function there is nothing to know: one tile after the other.
+// Without a mask function: one tile after the other.
 template <int kTile> class shown_tiles_t<kTile, false> {
  public:
   static constexpr int distance = kTile;

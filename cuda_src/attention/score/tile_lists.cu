@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: MIT
-// attention_tile_lists: which tiles of scores a mask function shows, as lists that
-// kernels of tiles walk along.
+// attention_tile_lists: lists of the tiles of scores that a mask function shows, for
+// kernels that work on tiles.
 //
-// Algorithm  What the mask brings along of a query or key alone is computed for all of
-//            a tile, as its least and largest number; the rest follows by intervals.
-//            With TRANSPOSED lists belong to tiles of keys, else to tiles of queries
-// Grid       a block a list: tile of the owner, head, batch entry
-// Threads    a warp takes one tile of the other side after another; where that brings
-//            nothing of its own, a thread does
+// Algorithm  The parts of the mask that depend on a query or a key alone are computed
+//            for all rows of a tile and reduced to their range; the rest follows by
+//            interval arithmetic. With TRANSPOSED lists belong to tiles of keys,
+//            otherwise to tiles of queries (the owner)
+// Grid       one block per list: tile of the owner, head, batch entry
+// Threads    one warp per tile of the other side; one thread where the mask has no part
+//            that depends on the other side alone
 // Memory     global: lists once, (1 + tiles of the other side) words of 4 bytes each:
-//            their number, then of those that some part sees, from low to high, the
-//            number of the tile << 8 | for each part of the owner's tile 2 bits: 0 it
-//            sees nothing, 1 some, 2 all. At least one tile is listed
-// Numbers    integers of 64 bits; what depends on floats counts as mixed
-// Limits     other masks of positions are counted in, arrays are not
+//            first their number, then an entry for each tile that some part sees, in
+//            order: index of the tile << 8 | 2 bits for each part of the owner's tile:
+//            0 it sees nothing, 1 some, 2 all. At least one tile is listed
+// Numbers    64-bit integers; whatever depends on floats counts as mixed
+// Limits     includes other masks by position, but not arrays
 #include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
@@ -22,7 +23,7 @@
 #error "PART_ROWS, PARTS, OTHER_ROWS and TRANSPOSED come from the host"
 #endif
 
-// Rows of a part of the owner's tile, parts of it, rows of the other side's tile.
+// Rows per part of the owner's tile, parts per tile, rows of the other side's tile.
 constexpr int kPartRows = PART_ROWS, kParts = PARTS, kOtherRows = OTHER_ROWS;
 constexpr bool kTransposed = TRANSPOSED;  // the owner's rows are keys
 constexpr int kNumWarps = kNumThreads / kWarpSize;
@@ -35,19 +36,19 @@ constexpr int kOfOther = kTransposed ? kOfQuery : kOfKey;
 constexpr int kMost = kOfQuery > kOfKey ? kOfQuery : kOfKey;
 
 struct list_params_t {
-  int own_first;                // row of the first tile; it may be below 0
+  int own_first;                // row of the first tile; may be negative
   int num_own, num_other;       // tiles
   int batch_lists, head_lists;  // 0 where entries, or heads, share lists
   int stride;                   // of a list, in words
 };
 
-// What is the same in a block.
+// What all threads of a block share.
 struct function_mask_t {
   const scores_t& scores;
   const params_t& params;
   head_t head;
 
-  // What query or key `row` brings along.
+  // The parts of the mask that depend on query or key `row` alone.
   template <bool kKeys>
   __device__ __forceinline__ void numbers_of(
       index_t row, long long (&x)[kMost > 0 ? kMost : 1]) const {
@@ -67,7 +68,7 @@ struct function_mask_t {
     }
   }
 
-  // The least and the largest of rows [first, last), by a warp.
+  // Their ranges over rows [first, last), by one warp.
   template <bool kKeys>
   __device__ __forceinline__ void bounds_of(
       int first, int last, interval_t (&bounds)[kMost > 0 ? kMost : 1]) const {
@@ -93,8 +94,8 @@ struct function_mask_t {
     }
   }
 
-  // 0: nothing of queries [i_first, i_last) and keys [j_first, j_last) is seen, 2: all
-  // is, 1: else.
+  // How much of keys [j_first, j_last) queries [i_first, i_last) see: 0 nothing, 1
+  // some, 2 all.
   __device__ __forceinline__ unsigned seen(int i_first, int i_last, int j_first,
                                            int j_last, const interval_t* queries,
                                            const interval_t* keys) const {
@@ -107,7 +108,7 @@ struct function_mask_t {
     if (i_first >= i_last || j_first >= j_last) return 0;
     const mask_bounds_t band = scores.mask_bounds(i_first, j_first);
     const int rows = i_last - i_first, cols = j_last - j_first;
-    // By position: col - row runs from 1 - rows to cols - 1.
+    // By position: col - row ranges from 1 - rows to cols - 1.
     if (cols - 1 < band.low || 1 - rows >= band.high) return 0;
     const bool by_position = band.low <= 1 - rows && cols <= band.high;
     const interval_t i = {scores.diagonal(i_first), scores.diagonal(i_last - 1), true};
@@ -129,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   __shared__ int counts[kNumWarps];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
 
-  // The list of this block, and a head that it belongs to.
+  // The list of this block, and one of the heads that it belongs to.
   const int own_tile = static_cast<int>(block_index() % list.num_own);
   const int of_head = static_cast<int>(block_index() / list.num_own);
   const int num_heads = list.head_lists > 0 ? static_cast<int>(params.num_heads) : 1;
@@ -160,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
       for (int n = 0; n < kOfOwner; ++n) owners[warp][n] = bounds[n];
     }
   }
-  __syncthreads();  // of all parts
+  __syncthreads();  // the ranges of all parts
 
   auto parts_of = [&](int tile, int part, const interval_t* others) {
     const int own = own_first + part * kPartRows, other = tile * kOtherRows;
@@ -182,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
         seen |= __shfl_xor_sync(kFullMask, seen, 2);
         if (lane == 0) found[tile - first] = seen;
       }
-      __syncthreads();  // all tiles of this round have been looked at
+      __syncthreads();  // all tiles of this round are classified
     }
-    // Tiles that some part sees move up.
+    // Compact the tiles that some part sees.
     const int tile = first + static_cast<int>(threadIdx.x);
     unsigned seen = 0;
     if (tile < last) {
@@ -198,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
     }
     const unsigned ballot = __ballot_sync(kFullMask, seen != 0);
     if (lane == 0) counts[warp] = __popc(ballot);
-    __syncthreads();  // of all warps
+    __syncthreads();  // the counts of all warps
     int before = 0, all = 0;
     for (int w = 0; w < kNumWarps; ++w) {
       before += w < warp ? counts[w] : 0;
@@ -209,10 +210,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
       words[1 + place] = static_cast<unsigned>(tile) << 8 | seen;
     }
     num_listed += all;
-    __syncthreads();  // counts and what was found have been read
+    __syncthreads();  // counts and classes have been read
   }
   if (threadIdx.x == 0) {
     words[0] = max(num_listed, 1);
-    if (num_listed == 0) words[1] = 0;  // a tile of which nothing is seen
+    if (num_listed == 0) words[1] = 0;  // one tile of which nothing is seen
   }
 }

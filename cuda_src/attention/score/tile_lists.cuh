@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// Lists of the tiles that a mask function shows, as tile_lists.cu writes them.
+// Lists of the tiles that a mask function shows, in the format of tile_lists.cu.
 #pragma once
 
 #include "attention/score/params.cuh"
 
-// A tile of the other side, as a list has it.
+// A list entry: a tile of the other side.
 struct listed_tile_t {
   unsigned word;
 
   __device__ int tile() const { return word >> 8; }
-  // Whether part `part` of the owner's tile sees some of it, and whether not all.
+  // Whether part `part` of the owner's tile sees some of it, and whether only some.
   __device__ bool is_seen(int part) const { return (word >> 2 * part & 3) != 0; }
   __device__ bool is_mixed(int part) const { return word >> 2 * part & 1; }
 };
@@ -17,9 +17,9 @@ struct listed_tile_t {
 struct tile_lists_t {
   const unsigned* words;
   int stride;                   // of a list, in words
-  int batch_lists, head_lists;  // from one entry, or head, to the next; 0: they share
+  int batch_lists, head_lists;  // from one entry, or head, to the next; 0: shared
 
-  // Of a tile of a head: its number of tiles, at least one, and then these.
+  // The list of a tile of a head: its length, at least one, then its entries.
   __device__ __forceinline__ const unsigned* of(const tile_coord_t& at,
                                                 int num_heads) const {
     const int entry = static_cast<unsigned>(at.row_of_heads) / num_heads;

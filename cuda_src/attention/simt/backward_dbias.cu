@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_bias: dbias. A block makes one tile of it, from all scores that it is
-// added to.
+// attention_vjp_bias: dbias. A block computes one tile of it, from all the scores that
+// share it.
 //
 // Algorithm  dbias = sum of dS = P (dO v^T - delta) over the entries that share the
 //            bias, and over queries (SUM_QUERIES) or keys (SUM_KEYS) where all share it
-// Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
+// Grid       1-D, one block per entry of the bias and tile of queries and keys, without
 //            the axis that is summed
-// Tiles      tile.cuh; queries are owned, keys walked over
-// Memory     global: what a tile of scores needs; each element of dbias once
-// Numbers    everything in accum_t, in one order: the same bits in every run
+// Tiles      tile.cuh; queries are owned, keys are looped over
+// Memory     global: the inputs of a tile of scores; each element of dbias once
+// Numbers    all in accum_t, in a fixed order: the same bits in every run
 // Limits     none
 #include "attention/simt/tile.cuh"
 
@@ -18,7 +18,7 @@
 constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
 static_assert(!(kSumQueries && kSumKeys) && !kSingle);
 
-// Adds the tile of dS whose corner is (i0, j0).
+// Adds the tile of dS at (i0, j0).
 __device__ __forceinline__ void add_tile(tile_t& sums, const rows_t& q, const rows_t& k,
                                          const rows_t& v, const rows_t& dout,
                                          accum_t* smem_own, accum_t* smem_other,
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                              grads.dout.row, num_rows, params.head_dim_v);
       range_t keys = scores.keys_of(i0, i0 + num_rows);
       if (!kSumKeys) {
-        // This tile, if the queries see a key of it.
+        // This tile, if the queries see any key of it.
         const bool any = keys.first < first_j + kBlockN && first_j < keys.last;
         keys = {first_j, any ? smaller(first_j + kBlockN, keys.last) : first_j};
       }
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     return;
   }
-  // A thread a sum, over the rows or over the columns of the tile.
+  // One thread per sum, over the rows or the columns of the tile.
   store_tile(smem_sums, sums);
   __syncthreads();  // the tile is complete
   const index_t first = kSumQueries ? first_j : first_i;

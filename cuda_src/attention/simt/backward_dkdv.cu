@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_keys: dk and dv. A block keeps one tile of keys and walks over the
-// queries of all heads, and of all batch entries, that use them.
+// attention_vjp_keys: dk and dv. A block keeps one tile of keys and loops over the
+// queries of all heads and batch entries that use them.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A tile of queries, its
-//            scores transposed:
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). For each tile of
+//            queries, with transposed scores:
 //                S = score(k q^T),  P = exp(S - lse),  dP = v dO^T
 //                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
-// Grid       1-D, a block a tile of keys, a chunk of columns and an entry of k and v;
+// Grid       1-D, one block per tile of keys, chunk of columns and entry of k and v;
 //            first tiles first, since causal ones are longest
-// Tiles      tile.cuh; k and v are owned, q and dO walked over
-// Memory     global: k, v, dk and dv once; q and dO once or twice a block, mostly from
-//            L2
-// Numbers    everything in accum_t; a tile's products are summed apart before they join
-//            dk and dv. One order of sums: the same bits in every run
+// Tiles      tile.cuh; k and v are owned, q and dO are looped over
+// Memory     global: k, v, dk and dv once; q and dO once or twice per block, mostly
+//            from L2
+// Numbers    all in accum_t; the products of a tile are summed on their own before they
+//            are added to dk and dv. A fixed order of sums: the same bits in every run
 // Limits     none
 #include "attention/simt/tile.cuh"
 
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                           num_keys, params.head_dim_v);
       const accum_t* const lse_rows = at.at(lse, grads.lse);
       const accum_t* const delta_rows = delta + at.row_of_heads * params.seqlen_q;
-      __syncthreads();  // all have read the tiles of the entry before
+      __syncthreads();  // all threads have read the tiles of the previous entry
       if (kSingle) {
         load_rows<kBlockM>(smem_k, k_rows, 0);
         load_rows<kBlockM>(smem_v, v_rows, 0);
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
         store_tile(smem_w, s);
         accumulate<kSingle>(sums_v, smem_w, dout_rows, c0, smem_other, nonfinite);
-        __syncthreads();  // all have read P before dS takes its place
+        __syncthreads();  // all threads have read P before dS replaces it
         store_tile(smem_w, dp);
         accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
         if (run_ends_before(i0 + kBlockN, queries.last)) end_run();
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     two_level_k.finish(sums_k);
     two_level_v.finish(sums_v);
-    // A repair makes one alone where entries share k or v but not both.
+    // A fallback may compute only one, where entries share k or v but not both.
     if (!kRepairs || dk != nullptr) {
       store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
                  sums_k, static_cast<accum_t>(params.scale), num_keys, params.head_dim,

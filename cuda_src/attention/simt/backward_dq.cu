@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_queries: dq. A block keeps one tile of queries and walks over the keys.
+// attention_vjp_queries: dq. A block keeps one tile of queries and loops over the keys.
 //
-// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2) without its atomics: the
-//            scores are made here for dq and once more for dk and dv. A tile of keys:
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2) without its atomics:
+//            scores are computed here for dq, and again for dk and dv. For each tile of
+//            keys:
 //                dP = dO v^T,  S = score(q k^T),  P = exp(S - lse)
 //                dS = P (dP - delta) score'(q k^T),  dq += scale dS k
-// Grid       1-D, a block a tile of queries, a chunk of columns and an entry of q; last
+// Grid       1-D, one block per tile of queries, chunk of columns and entry of q; last
 //            tiles first, since causal ones are longest
-// Tiles      tile.cuh; q and dO are owned, k and v walked over
-// Memory     global: q, dO and dq once; k and v once a block, mostly from L2
-// Numbers    everything in accum_t; a tile's dS k is summed apart before it joins dq.
-//            One order of sums: the same bits in every run
+// Tiles      tile.cuh; q and dO are owned, k and v are looped over
+// Memory     global: q, dO and dq once; k and v once per block, mostly from L2
+// Numbers    all in accum_t; dS k of a tile is summed on its own before it is added to
+//            dq. A fixed order of sums: the same bits in every run
 // Limits     none
 #include "attention/simt/tile.cuh"
 
-// For a kernel whose lse comes from scores of other roundings, as
-// backward_preprocess.cu has it: one walk more over the keys makes it anew, for the
-// kernel after this one, too.
+// If lse comes from a kernel with other rounding errors (see backward_preprocess.cu),
+// an additional pass over the keys recomputes it, for the next kernel as well.
 #ifdef OWN_LSE
 constexpr bool kMakesLse = true;
 #define OWN_LSE_PARAMETER accum_t* __restrict__ own_lse, /* as delta */
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         row_lse[r] = lse_rows[i * grads.lse.row];
         row_delta[r] = delta_rows[i];
       }
-      __syncthreads();  // all have read the tiles of the entry before
+      __syncthreads();  // all threads have read the tiles of the previous entry
       if (kSingle) {
         load_rows<kBlockM>(smem_q, q_rows, 0);
         load_rows<kBlockM>(smem_dout, dout_rows, 0);

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_rows: what the gradient kernels need to know of each row of scores.
+// attention_vjp_rows: statistics of each row of scores for the gradient kernels.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i, and with sinks the row's part of
-//            their gradient, -exp(sink - lse_i) delta_i. Where lse was made from scores
-//            of another rounding, P = exp(S - lse) would not sum to 1; so lse comes
-//            again from the scores of these kernels, and is taken where the two are one
-//            number but for roundings. Where they differ, lse knows of keys that are
-//            not here.
-// Grid       a warp a row; lanes across head_dim_v
-// Memory     global: dO and out once; a number or two a row
-// Numbers    in accum_t. Where out is 0 the product is 0: a row that sees no key has no
-//            part in any gradient, even if NaN flows into it
+//            their gradient, -exp(sink - lse_i) delta_i. If lse was computed from
+//            scores with other rounding errors, P = exp(S - lse) would not sum to 1. It
+//            is therefore recomputed from the scores of these kernels, and used if it
+//            equals the given one up to rounding. If not, lse covers keys of other
+//            calls.
+// Grid       one warp per row; lanes across head_dim_v
+// Memory     global: dO and out once; one or two numbers per row
+// Numbers    accum_t. Where out is 0 the product is 0: a row that sees no key
+//            contributes to no gradient, even if its dO is NaN
 // Limits     none
 #include "attention/simt/gradients.cuh"
 #include "common/reduce.cuh"
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     const elem_t* __restrict__ out,    // (batch, heads, queries, head_dim_v)
     const elem_t* __restrict__ dout,   // as out
     const accum_t* __restrict__ lse,   // (batch, heads, queries)
-    accum_t* __restrict__ own_lse,     // as delta, or null; becomes the lse to take
+    accum_t* __restrict__ own_lse,     // as delta, or null; becomes the lse to use
     const accum_t* __restrict__ dlse,  // as lse, or null
     accum_t* __restrict__ delta,       // as lse, contiguous
     accum_t* __restrict__ sink_terms,  // as delta, or null
@@ -46,8 +46,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
   if (dlse != nullptr) {
     const accum_t down = at.at(dlse, grads.dlse)[i * grads.dlse.row];
-    // A row that sees no key has the sink for its lse: what flows there is the sink's,
-    // but for what is no number.
+    // The lse of a row that sees no key is the sink, which then receives its gradient
+    // unless that is not finite.
     const bool is_sink = kHasSinks && !has_out && log_sum == scores.sink();
     if (!is_sink || is_finite(down)) sum -= down;
   }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_sum: adds up the terms of a gradient that several blocks have made.
+// attention_vjp_sum: sums the terms of a gradient that several blocks computed.
 //
 // Algorithm  out = sum of terms over some axes
-// Grid       kLanes threads a sum: one where neighbours are other sums, a block where
-//            they are terms of the same
+// Grid       kLanes threads per sum: one if neighbours belong to other sums, a whole
+//            block if they are terms of the same sum
 // Memory     global: each term once
-// Numbers    sums in float64, in one order: the same bits in every run
+// Numbers    sums in float64, in a fixed order: the same bits in every run
 // Limits     none
 #include "common/reduce.cuh"
 #include "common/strides.cuh"
@@ -19,7 +19,7 @@ using accum_t = ACCUM_T;
 using grad_t = GRAD_T;
 constexpr int kAxes = AXES, kLanes = LANES, kNumThreads = NUM_THREADS;
 
-// Mirrored by SUM in _attention/gpu/gradient_layout.py, field by field.
+// SUM of _attention/gpu/gradient_layout.py is the same struct on the host.
 struct sum_t {
   long long num_sums, num_terms;
   axes_t<kAxes, 2> sums;   // offsets among the terms, and in out

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the gradient kernels share: where gradients go, and the sums over entries.
+// Shared by the gradient kernels: where gradients go, and sums over entries.
 //
 // For rows i and keys j, with P = exp(S - lse) and dO the gradient of out:
 //     delta_i = sum(dO_i * out_i) - dlse_i,  dP = dO v^T,  dS = P * (dP - delta),
@@ -7,9 +7,9 @@
 //     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dO,
 //     dsink = -sum_i exp(sink - lse_i) delta_i.
 //
-// An entry is one head of one batch entry. A gradient has `kept` entries of its own;
-// those that share one because the array was broadcast, or because query heads share a
-// head of k, are its `summed` ones, which a block goes through in order.
+// An entry is one head of one batch entry. A gradient has its own `kept` entries. Those
+// that share one, because the array was broadcast or because query heads share a head
+// of k, are its `summed` entries, which a block processes in order.
 #pragma once
 
 #include "attention/score/score.cuh"
@@ -19,10 +19,10 @@
 #endif
 using grad_t = GRAD_T;  // of the gradients that a kernel writes
 
-// Batch axes, heads of k, query heads of a group.
+// Batch axes, heads of k, query heads per group.
 constexpr int kEntryAxes = kBatchDims + 2;
 
-// Mirrored by GRADS in _attention/gpu/gradient_layout.py, field by field.
+// GRADS of _attention/gpu/gradient_layout.py is the same struct on the host.
 struct grads_t {
   operand_t dout, lse, dlse;
   index_t num_kept, num_summed;
@@ -31,15 +31,15 @@ struct grads_t {
   axes_t<kEntryAxes, 1> summed;  // among all entries
   index_t row[2], col[2];        // strides of the gradients
 
-  // The place of summed entry `summed_index` of a kept one.
+  // The coordinates of summed entry `summed_index` of a kept one.
   __device__ tile_coord_t entry(const params_t& params, index_t kept_entry,
                                 index_t summed_index) const {
     return tile_coord_t(params, kept_entry + locate(summed, summed_index).of[0], 1);
   }
 };
 
-// Whether an lse made anew is the given one but for roundings. Where it is not, the
-// given one knows of keys that are not here.
+// Whether a recomputed lse equals the given one up to rounding. If not, the given one
+// covers keys of other calls.
 __device__ __forceinline__ bool is_same_lse(accum_t own, accum_t given) {
   constexpr accum_t kUnit = sizeof(accum_t) == 8 ? 0x1p-52 : 0x1p-23;
   return abs_of(own - given) <= 8 * kUnit * larger(accum_t(1), abs_of(given));

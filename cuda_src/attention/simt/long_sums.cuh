@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// Long sums in two levels.
+// Two-level sums.
 //
-// A sum in registers is rounded whenever a tile joins it. Over n tiles the error grows
-// as the root of n, and where tiles are alike as n itself: each is rounded the same
-// way. So where the host finds sums long (RUN_TILES), a sum joins another one, of two
-// numbers, whenever so many tiles have joined it, and begins again at 0. The other one
-// lies on the stack, for which one run in flight pays; there are no registers for it.
+// A sum in registers is rounded whenever a tile is added. Over n tiles the error grows
+// like sqrt(n), and like n where tiles are alike and all round the same way. If sums
+// are long (RUN_TILES), the sum is added to a second one, kept as two numbers, after
+// each run of so many tiles, and restarts at 0. The second one is on the stack: there
+// are no registers for it.
 //
-// Runs end at multiples of their length among all keys (of gradients of keys, among all
-// queries), so that the bits of a row do not depend on where its block begins.
+// Runs end at multiples of their length among all keys (among all queries for gradients
+// of keys), so that the bits of a row do not depend on where its block starts.
 #pragma once
 
 #include "common/math.cuh"
@@ -18,17 +18,17 @@
 constexpr bool kTwoLevelSums = true;
 constexpr int kRunTiles = RUN_TILES;
 #else
-constexpr bool kTwoLevelSums = false;  // one run only
+constexpr bool kTwoLevelSums = false;  // a single run
 constexpr int kRunTiles = 1;
 #endif
 
-// The sums of a thread: an array of T, of one axis or more, with constant indices only.
+// The sums of a thread: an array of T of any rank, indexed by constants only.
 template <typename T, typename Sums, bool kExists = kTwoLevelSums>
 class two_level_sum_t {
  public:
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
 
-  // No run has ended.
+  // Starts: no run has ended yet.
   __device__ __forceinline__ void begin() {
     ptx::keep_in_memory(high_);
     ptx::keep_in_memory(low_);
@@ -37,8 +37,8 @@ class two_level_sum_t {
   }
   __device__ __forceinline__ bool any() const { return any_ != 0; }
 
-  // A run ends: its sums join those before it, which are multiplied by `factor(n)`
-  // first, and begin again at 0.
+  // Ends a run: adds its sums to those of earlier runs, which are first multiplied by
+  // `factor(n)`, and restarts them at 0.
   template <typename Factor>
   __device__ __forceinline__ void end(Sums& sums, Factor factor) {
     join(sums, factor, [&](T& x, int n, T high, T low) {
@@ -52,11 +52,11 @@ class two_level_sum_t {
     end(sums, [](int) { return T(1); });
   }
 
-  // The sums of the last run become those of all.
+  // Turns the sums of the last run into those of all runs.
   template <typename Factor>
   __device__ __forceinline__ void finish(Sums& sums, Factor factor) {
     if (!any()) return;
-    // Of a sum that is not finite `low` says nothing.
+    // If a sum is not finite, `low` is meaningless.
     join(sums, factor,
          [](T& x, int, T high, T low) { x = is_finite(high) ? high + low : high; });
   }
@@ -67,7 +67,7 @@ class two_level_sum_t {
  private:
   template <typename Factor, typename Store>
   __device__ __forceinline__ void join(Sums& sums, Factor factor, Store store) {
-    constexpr int kAtOnce = 32 / sizeof(T);  // on their way from the stack
+    constexpr int kAtOnce = 32 / sizeof(T);  // loads from the stack in flight
     T* const x = reinterpret_cast<T*>(&sums);
     const bool has_sums = any();
 #pragma unroll
@@ -93,7 +93,7 @@ class two_level_sum_t {
     }
   }
 
-  // Volatile: the compiler would keep them in registers.
+  // Volatile, because the compiler would keep them in registers.
   volatile T high_[kCount], low_[kCount];
   volatile int any_;
 };

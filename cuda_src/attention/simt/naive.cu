@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
 // attention_naive: P = softmax(S) by the textbook formula, in place, with S in memory.
 //
-// Algorithm  S = q k^T (matmul before this kernel),  p_ij = exp(s_ij) / sum_j
-// exp(s_ij),
-//            O = P v (matmul after it). No maximum is subtracted, and every step rounds
-//            to elem_t: exp overflows, in float16 from 11.09 on. That is the lesson.
-// Grid       a block a row of S
+// Algorithm  S = q k^T (matmul before this kernel), p_ij = exp(s_ij) / sum_j exp(s_ij),
+//            and O = P v (matmul after it). No maximum is subtracted, and every step
+//            rounds to elem_t: exp overflows, in float16 from 11.09 on. That is the
+//            lesson.
+// Grid       one block per row of S
 // Memory     global: S read and P written in its place, twice
 // Numbers    elem_t at each step; lse in accum_t
 // Limits     none
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_naive(
   if (kHasSinks && scores.is_query(i)) l = step(l + step(exp_of(scores.sink())));
 
   for (index_t j = threadIdx.x; j < params.seqlen_k; j += kNumThreads) {
-    // A row that sees no key stays 0; one whose exponentials are all 0 is 0 / 0.
+    // A row that sees no key stays 0; one whose exponentials are all 0 becomes 0 / 0.
     if (any) row[j] = to<elem_t>(to<accum_t>(row[j]) / l);
   }
   if (lse != nullptr && threadIdx.x == 0) {

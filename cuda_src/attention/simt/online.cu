@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
-// attention_online: one pass over the keys for each query, with no tile.
+// attention_online: one pass over the keys for each query, without tiles.
 //
 // Algorithm  The state of a row is its maximum m, sum d and output o so far. A key is a
-//            state too, (s_j, 1, v_j), and two states join into
+//            state as well, (s_j, 1, v_j), and two states combine into
 //                m' = max(m1, m2),  w = d e^(m - m'),  d' = w1 + w2,
 //                o' = o1 w1 / d' + o2 w2 / d',
 //            for a key: o_j = o_(j-1) d_(j-1) e^(m_(j-1) - m_j) / d_j
 //                             + e^(s_j - m_j) / d_j v_j.
-// Grid       a warp a query and kBlockDv columns of v; lanes across head_dim
-// Memory     global: k and v once a query and column block; out and lse once
-// Numbers    all in accum_t. Runs of kRun keys join a state of their own first: o is
-//            rounded at each key, and short runs keep those roundings few. Of many keys
-//            (long_sums.cuh) runs of such states do so, too
+// Grid       one warp per query and kBlockDv columns of v; lanes across head_dim
+// Memory     global: k and v once per query and column block; out and lse once
+// Numbers    all in accum_t. Each run of kRun keys first combines into a state of its
+//            own: o is rounded at each key, and short runs keep those roundings few.
+//            With many keys (long_sums.cuh), so do runs of such states
 // Limits     none: any head_dim, any strides
 #include "attention/simt/long_sums.cuh"
 #include "attention/score/score.cuh"
@@ -21,7 +21,7 @@
 #error "BLOCK_M (rows of a block) and BLOCK_DV come from the host"
 #endif
 constexpr int kBlockM = BLOCK_M, kBlockDv = BLOCK_DV;
-constexpr int kColumns = kBlockDv / kWarpSize;  // of a lane
+constexpr int kColumns = kBlockDv / kWarpSize;  // per lane
 static_assert(kBlockDv % kWarpSize == 0 && kBlockM * kWarpSize == kNumThreads);
 
 constexpr int kRun = 64;
@@ -29,7 +29,7 @@ constexpr int kRun = 64;
 struct state_t {
   accum_t m = -infinity<accum_t>(), d = 0, o[kColumns] = {};
 
-  // Joins another state, or a key: (its score, 1, its value).
+  // Combines with another state, or with a key: (its score, 1, its value).
   __device__ void join(accum_t m2, accum_t d2, const accum_t (&o2)[kColumns]) {
     const accum_t top = larger(m, m2);
     const accum_t w1 = d * exp_diff(m, top), w2 = d2 * exp_diff(m2, top);
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
   const elem_t* k_rows = at.at_kv(k, params.k);
   const elem_t* v_rows = at.at_kv(v, params.v);
 
-  // Of many keys kRun runs at a time join first, and kRun of what they make.
+  // With many keys, kRun runs combine first, and so do kRun of their results.
   state_t row, part, whole;
   const range_t keys = scores.keys_of(i, i + 1);
   index_t num_runs = 0;
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
     for (index_t j = start; j < stop; ++j) {
       const accum_t s =
           scores(dot(q_row, k_rows + j * params.k.row, params.head_dim), i, j);
-      if (s == -infinity<accum_t>()) continue;  // not seen: not even a NaN in v counts
+      if (s == -infinity<accum_t>()) continue;  // hidden: not even a NaN in v counts
       accum_t v_row[kColumns];
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
     }
   }
 
-  // o is normalised but for the sink, which has no value: o d / (d + e^(sink - m)).
+  // o is normalized except for the sink, which has no value: o d / (d + e^(sink - m)).
   const finished_t finished = scores.finish(i, row.m, row.d);
   elem_t* out_row = at.at(out, params.out) + i * params.out.row;
 #pragma unroll

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Tiles of plain cores: a block's threads in 16 columns, each with kRows x kCols
-// numbers of a tile of kBlockM x kBlockN, and products of tiles in shared memory.
+// Tiles without tensor cores: the threads of a block form 16 columns, each with kRows x
+// kCols numbers of a kBlockM x kBlockN tile; and products of tiles in shared memory.
 #pragma once
 
 #include "attention/score/score.cuh"
@@ -10,7 +10,7 @@
 #error "BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
 #endif
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
 
 constexpr int kColThreads = 16;
 constexpr int kRowThreads = kNumThreads / kColThreads;
@@ -18,12 +18,12 @@ constexpr int kRows = kBlockM / kRowThreads;
 constexpr int kCols = kBlockN / kColThreads;
 static_assert(kRows * kRowThreads == kBlockM && kCols * kColThreads == kBlockN);
 
-// Shared memory is read 16 bytes at a time. The stride of a row is an odd number of
-// such vectors, so that rows side by side lie in different banks.
+// Shared memory is read in 16-byte vectors. A row is an odd number of vectors long, so
+// that consecutive rows lie in different banks.
 constexpr int kVec = 16 / sizeof(accum_t);
 __device__ constexpr int padded(int n) { return (n / kVec | 1) * kVec; }
 
-// Columns side by side that a thread has of sums over kDim columns.
+// Adjacent columns of a sum over kDim columns that a thread owns.
 __device__ constexpr int wide_of(int dim) {
   return dim % (kColThreads * kVec) == 0 ? kVec : dim % (kColThreads * 2) == 0 ? 2 : 1;
 }
@@ -44,13 +44,13 @@ __device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; 
 __device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
 
 // Loads rows [0, num_rows) of a matrix (.., dim) into kCount x kDim numbers of shared
-// memory, zeros elsewhere; kUnroll loads at a time. Returns 0, or NaN if a number was
+// memory, padded with zeros; kUnroll loads at a time. Returns 0, or NaN if a number was
 // not finite.
 template <int kCount, int kDim, int kStride, int kUnroll, typename Row, typename Column>
 __device__ __forceinline__ accum_t load_rows(accum_t* smem, const elem_t* x,
                                              index_t row_stride, Row num_rows,
                                              Column dim) {
-  constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
+  constexpr int kElems = 16 / sizeof(elem_t);  // per 16-byte load
   accum_t nonfinite = 0;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
                         row_stride % kElems | dim % kElems) == 0;
@@ -85,7 +85,7 @@ __device__ __forceinline__ accum_t load_rows(accum_t* smem, const elem_t* x,
   return nonfinite;
 }
 
-// sum += own other^T over columns [first, last), from the thread's first rows on.
+// sum += own other^T over columns [first, last), starting at the thread's first rows.
 template <int kStride>
 __device__ __forceinline__ void add_products(tile_t& sum, const accum_t* own,
                                              const accum_t* other, int first,
@@ -110,9 +110,8 @@ __device__ __forceinline__ void add_products(tile_t& sum, const accum_t* own,
   }
 }
 
-// sums += w other, a tile's products apart first. kExact leaves out the pairs that do
-// not see each other one by one, for tiles that hold an infinity or NaN; elsewhere
-// w = 0 does it.
+// sums += w other, summing the products of a tile on their own first. kExact skips
+// hidden pairs one by one, for tiles with infinities or NaN; otherwise w = 0 suffices.
 template <bool kExact, int kStrideW, int kStride, int kWide, int kCount>
 __device__ __forceinline__ void accumulate_tile(accum_t (&sums)[kRows][kCount],
                                                 const accum_t* w,

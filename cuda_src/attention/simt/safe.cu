@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT
-// attention_safe: P = softmax(S) with its maximum subtracted, in place, S in memory.
+// attention_safe: P = softmax(S) with the maximum subtracted, in place, with S in
+// memory.
 //
 // Algorithm  S = q k^T (matmul before this kernel), then three sweeps over each row,
 //                m_i = max_j s_ij,  l_i = sum_j exp(s_ij - m_i),
 //                p_ij = exp(s_ij - m_i) / l_i,  lse_i = m_i + log l_i,
 //            and O = P v (matmul after it).
-// Grid       a block a row of S
+// Grid       one block per row of S
 // Memory     global: S read three times, written twice
-// Numbers    elem_t of this kernel is float or double: S and P keep 32 bits at least
+// Numbers    elem_t of this kernel is float or double: S and P have at least 32 bits
 // Limits     none
 #include "attention/score/score.cuh"
 #include "common/reduce.cuh"

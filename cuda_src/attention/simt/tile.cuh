@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: MIT
 // Tiles of the gradient kernels. A block owns kBlockM rows of one kind, queries or
-// keys, and walks over kBlockN rows at a time of the other kind.
+// keys, and loops over kBlockN rows at a time of the other kind.
 //
 // Shared  own    kBlockM x kChunk   a tile of the owned rows; two with kSingle, loaded
-//                                   once an entry
-//         other  kBlockN x kChunk   a tile of the rows walked over
+//         once
+//                                   per entry
+//         other  kBlockN x kChunk   a tile of the rows looped over
 //         w      kBlockM x kBlockN  P or dS
-// Threads stand in kRowThreads rows of kColThreads; one owns kRows rows of a tile of
-// scores (every kRowThreads-th) and kCols columns (every kColThreads-th).
+// The threads form kRowThreads rows of kColThreads; a thread owns kRows rows of a tile
+// of scores (every kRowThreads-th) and kCols columns (every kColThreads-th).
 //
-// A head of up to kChunk columns is one chunk (kSingle). A longer one goes through
-// shared memory in chunks, and a block makes one chunk of columns of its gradient. With
-// SUMS_APART (heads above 256 columns) a score is summed up from parts of 64 columns:
-// the roundings of one long sum grow with the root of its columns.
+// A head of up to kChunk columns is one chunk (kSingle). A longer one passes through
+// shared memory in chunks, and a block computes one chunk of columns of its gradient.
+// With SUMS_APART (heads above 256 columns) scores are summed in parts of 64 columns,
+// because the rounding error of one long sum grows like the root of its length.
 #pragma once
 
 #include "attention/simt/long_sums.cuh"
@@ -30,9 +31,8 @@ constexpr bool kSingle = SINGLE;
 constexpr bool kSumsApart = IS_GIVEN(SUMS_APART);
 constexpr int kColumnsApart = 64;
 
-// A repair follows kernels that give NaN where something that is not seen is not
-// finite. Its few blocks go through all that blocks of a whole grid would do, if they
-// are asked.
+// A fallback follows kernels that return NaN if hidden numbers are not finite. If its
+// flag is set, its few blocks do the work of a whole grid.
 #ifdef REPAIRS
 constexpr bool kRepairs = true;
 #define REPAIR_PARAMETERS const int* __restrict__ is_asked,
@@ -49,7 +49,7 @@ constexpr bool kRepairs = false;
 
 constexpr int kStride = padded(kChunk), kStrideW = padded(kBlockN);
 
-// A gradient's columns of a thread: kSpans times kWide side by side.
+// A thread's columns of a gradient: kSpans groups of kWide adjacent ones.
 constexpr int kWide = wide_of(kChunk);
 constexpr int kSpans = kChunk / (kColThreads * kWide);
 static_assert(kSpans * kColThreads * kWide == kChunk && kChunk % kVec == 0);
@@ -61,14 +61,14 @@ __device__ __forceinline__ int other_row(int c) {
   return c * kColThreads + thread_col();
 }
 
-// A column, and the number of them.
+// A column index.
 #ifdef LONG_AXES
 using column_t = index_t;
 #else
 using column_t = int;
 #endif
 
-// Some rows of a matrix in global memory; num_rows may be more than a tile has.
+// Some rows of a matrix in global memory; num_rows may exceed a tile.
 struct rows_t {
   const elem_t* x;
   index_t stride;
@@ -86,8 +86,8 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
   return a < b ? a : b;
 }
 
-// Loads kCount rows of the chunk of columns that starts at c0, zeros where there is
-// nothing. Returns 0, or NaN if a number was not finite.
+// Loads kCount rows of the chunk of columns at c0, padded with zeros. Returns 0, or NaN
+// if a number was not finite.
 template <int kCount>
 __device__ __forceinline__ accum_t load_rows(accum_t* smem, const rows_t& rows,
                                              column_t c0) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void dot_chunk(tile_t& s, const accum_t* own,
                         0, num_columns);
 }
 
-// The same, parts of kColumnsApart columns apart.
+// The same, summed in parts of kColumnsApart columns.
 __device__ __forceinline__ void dot_chunk_apart(tile_t& s, const accum_t* own,
                                                 const accum_t* other, int num_columns) {
 #pragma unroll 1
@@ -119,9 +119,9 @@ __device__ __forceinline__ void dot_chunk_apart(tile_t& s, const accum_t* own,
   }
 }
 
-// s = own other^T, where smem_own already holds the owned rows if kOwnIsLoaded. Returns
-// 0, or NaN if a number of `other` was not finite; the last chunk of it stays in
-// smem_other, which all threads may still be reading.
+// s = own other^T; smem_own already holds the owned rows if kOwnIsLoaded. Returns 0, or
+// NaN if a number of `other` was not finite. The last chunk of `other` stays in
+// smem_other, which threads may still be reading.
 template <bool kOwnIsLoaded>
 __device__ __forceinline__ accum_t dot(tile_t& s, const rows_t& own, accum_t* smem_own,
                                        const rows_t& other, accum_t* smem_other) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ accum_t dot(tile_t& s, const rows_t& own, accum_t* sm
   }
   accum_t nonfinite = 0;
   for (column_t c0 = 0; c0 < own.dim; c0 += kChunk) {
-    __syncthreads();  // all have read what stands in shared memory
+    __syncthreads();  // all threads have read the old contents
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
     nonfinite += load_rows<kBlockN>(smem_other, other, c0);
     __syncthreads();  // the tiles are complete
@@ -157,17 +157,18 @@ __device__ __forceinline__ void store_tile(accum_t* w, const tile_t& tile) {
   }
 }
 
-// sums += w other, for a chunk of columns of `other` from c0 on that smem_other holds
-// if kOtherIsLoaded. `nonfinite` is NaN if that holds a number that is not finite.
+// sums += w other for a chunk of columns of `other` from c0 on, which smem_other
+// already holds if kOtherIsLoaded. `nonfinite` is NaN if it contains a nonfinite
+// number.
 template <bool kOtherIsLoaded>
 __device__ __forceinline__ void accumulate(sums_t& sums, const accum_t* w,
                                            const rows_t& other, column_t c0,
                                            accum_t* smem_other, accum_t nonfinite) {
   if (!kOtherIsLoaded) {
-    __syncthreads();  // all have read the tile that stands there
+    __syncthreads();  // all threads have read the old tile
     nonfinite = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
   }
-  // w and the tile are complete; a vote whether it holds an infinity or NaN.
+  // w and the tile are complete; vote on whether it contains an infinity or NaN.
   const bool any_nonfinite = __syncthreads_or(nonfinite != 0);
   if (c0 >= other.dim) return;
   if (any_nonfinite) {
@@ -177,8 +178,8 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const accum_t* w,
   }
 }
 
-// A raw score q.k and dP become P and dS, both -0 where the query does not see the key.
-// With kOfBias dS is not yet multiplied by the derivative of the score.
+// Turns a raw score q.k and dP into P and dS, both -0 for hidden keys. With kOfBias, dS
+// is not multiplied by the derivative of the score.
 template <bool kOfBias = false>
 __device__ __forceinline__ void differentiate(accum_t& s, accum_t& dp, bool in_bounds,
                                               const scores_t& scores, index_t i,
@@ -194,13 +195,13 @@ __device__ __forceinline__ void differentiate(accum_t& s, accum_t& dp, bool in_b
   if (kHasDerivative && !kOfBias) dp *= derivative;
 }
 
-// Whether a run of sums ends before row `next` of those walked over: the last one ends
-// behind them.
+// Whether a run of a two-level sum ends before row `next`; the last run ends after the
+// loop.
 __device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
   return kTwoLevelSums && (next % (kRunTiles * kBlockN) == 0 || next >= last);
 }
 
-// Writes a gradient's chunk of columns from c0 on.
+// Stores a chunk of columns of a gradient, from c0 on.
 __device__ __forceinline__ void store_sums(grad_t* gradient, index_t row_stride,
                                            index_t col_stride, const sums_t& sums,
                                            accum_t factor, index_t num_rows,

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: MIT
-// attention_tiled: a thread block keeps one tile of q and walks over the tiles of k, v.
+// attention_tiled: a block keeps one tile of q and loops over tiles of k and v.
 //
 // Algorithm  FlashAttention-2 forward (Dao 2023, algorithm 1). For each tile of keys
 //                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
 //                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
 //            and at the end  out = o / l,  lse = m + log l.
-//            Tiles that no query of the block sees are not visited; tiles that all
-//            queries see whole are not masked element by element.
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+//            Tiles that no query of the block sees are skipped; tiles that all queries
+//            see completely need no mask.
+// Grid       1-D, one block per tile of queries of one head; last tiles first, since
+//            causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                    shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)        shared, in one place, one
-//            after the other p     kBlockM x kBlockN                     shared s, o
-//            registers. The threads stand in kRowThreads rows of kColThreads; one
-//                  owns kRows rows of s and o: every kRowThreads-th
-// Memory     global: q and out once; k and v once a block, mostly from L2
-// Numbers    everything in accum_t (shared memory too). p v of a tile is summed apart
-//            before it joins o, and so are runs of tiles (long_sums.cuh). A score of
-//            more than 256 columns is summed up from parts of 32
-// Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
+//            k, v  kBlockN x kHeadDim (kHeadDimV)        shared, in the same buffer
+//            p     kBlockM x kBlockN                     shared
+//            s, o  registers. The threads form kRowThreads rows of kColThreads;
+//                  a thread owns kRows rows of s and o: every kRowThreads-th
+// Memory     global: q and out once; k and v once per block, mostly from L2
+// Numbers    all in accum_t (shared memory too). p v of a tile is summed on its own
+//            before it is added to o, and so are runs of tiles (long_sums.cuh). Scores
+//            of more than 256 columns are summed in parts of 32
+// Limits     the host rounds kHeadDim and kHeadDimV up; zeros pad
 #include "attention/simt/long_sums.cuh"
 #include "attention/simt/products.cuh"
 
@@ -30,7 +30,7 @@ constexpr int kStrideQ = padded(kHeadDim), kStrideK = kStrideQ;
 constexpr int kStrideV = padded(kHeadDimV), kStrideP = padded(kBlockN);
 constexpr int kStrideKv = kStrideK > kStrideV ? kStrideK : kStrideV;
 
-// o of a thread: kChunks times kWide columns side by side.
+// A thread's columns of o: kChunks groups of kWide adjacent ones.
 constexpr int kWide = wide_of(kHeadDimV);
 constexpr int kChunks = kHeadDimV / (kColThreads * kWide);
 static_assert(kChunks * kColThreads * kWide == kHeadDimV && kHeadDim % kVec == 0);
@@ -46,8 +46,8 @@ struct rows_t {
   l_t l;
 };
 
-// The roundings of one long sum grow with the root of its columns. So wide heads sum
-// kColumnsApart at a time, and what is lost when such a sum is added is kept.
+// The rounding error of one long sum grows like the root of its length. Wide heads sum
+// kColumnsApart columns at a time, and keep the rounding errors of adding these sums.
 constexpr bool kSumsApart = kHeadDim > 256;
 constexpr int kColumnsApart = 32;
 static_assert(!kSumsApart || kHeadDim % kColumnsApart == 0);
@@ -83,15 +83,15 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int c = 0; c < kCols; ++c) {
-        // Of a sum that is not finite `low` says nothing.
+        // If a sum is not finite, `low` is meaningless.
         if (is_finite(rows.s[r][c])) rows.s[r][c] += low[r][c];
       }
     }
   }
 }
 
-// Raw scores into final ones; with kCheck, -inf where a query does not see the key,
-// without it all queries see all of the tile.
+// Turns raw scores into final ones. With kCheck hidden keys get -inf; without it all
+// queries must see the whole tile.
 template <bool kCheck>
 __device__ __forceinline__ void score(rows_t& rows, const scores_t& scores,
                                       const mask_bounds_t& bounds, index_t i0,
@@ -113,8 +113,8 @@ __device__ __forceinline__ void score(rows_t& rows, const scores_t& scores,
   }
 }
 
-// The new maximum; o and l on its scale; p to shared memory, where the threads of the
-// row read it.
+// Updates the maximum and rescales o and l; puts p into shared memory, where the
+// threads of the row read it.
 __device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
   p += thread_row() * kStrideP + thread_col();
 #pragma unroll
@@ -135,12 +135,12 @@ __device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
       l += weight_c;
       p[r * kRowThreads * kStrideP + c * kColThreads] = weight_c;
     }
-    // The sum over this thread's columns; finish() adds those of the row's threads.
+    // The sum over this thread's columns; finish() adds those of the other threads.
     rows.l[r] = rows.l[r] * alpha + l;
   }
 }
 
-// o and l over many keys.
+// Two-level sums of o and l over many keys.
 class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
@@ -148,7 +148,7 @@ class two_level_rows_t {
     l_.begin();
   }
 
-  // A tile has joined them, and key `next` is the first of the one behind it.
+  // A tile was added; the next one starts at key `next`.
   __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
     if constexpr (kTwoLevelSums) {
       if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
@@ -170,7 +170,7 @@ class two_level_rows_t {
   }
 
  private:
-  // Factors from the scale of the last run to that of now.
+  // Factors from the scale of the last run to the current one.
   __device__ __forceinline__ void follow(const rows_t& rows, accum_t (&alpha)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -182,7 +182,7 @@ class two_level_rows_t {
 
   two_level_sum_t<accum_t, rows_t::o_t> o_;
   two_level_sum_t<accum_t, rows_t::l_t> l_;
-  volatile accum_t m_[kTwoLevelSums ? kRows : 1];  // when the last run ended
+  volatile accum_t m_[kTwoLevelSums ? kRows : 1];  // at the end of the last run
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
@@ -218,8 +218,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   two_level.begin();
 
   const range_t keys = scores.keys_of(i0, i0 + num_rows);
-  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
-  // whatever the tile of queries it lies in.
+  // Tiles start at multiples of kBlockN, so that the order of summation of a row does
+  // not depend on its tile of queries.
   for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
     const index_t num_keys = keys.last - j0;
     const shown_t shown = scores.shown(i0, i0 + num_rows, j0, j0 + kBlockN);
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                                               params.k.row, num_keys, params.head_dim);
     __syncthreads();  // the tiles of q and k are complete
     dot(rows, smem_q, smem_kv);
-    __syncthreads();  // all have read k before v takes its place
+    __syncthreads();  // all threads have read k before v replaces it
 
     const accum_t nonfinite = load_rows<kBlockN, kHeadDimV, kStrideV, 4>(
         smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
@@ -242,13 +242,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       score<true>(rows, scores, bounds, i0, j0);
     }
     softmax(rows, smem_p);
-    // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.
+    // The tiles of v and p are complete; vote on whether v contains an infinity or NaN.
     if (__syncthreads_or(nonfinite != 0)) {
       accumulate_tile<true, kStrideP, kStrideV, kWide>(rows.o, smem_p, smem_kv);
     } else {
       accumulate_tile<false, kStrideP, kStrideV, kWide>(rows.o, smem_p, smem_kv);
     }
-    __syncthreads();  // all have read v and p before the next tiles take their place
+    __syncthreads();  // all threads have read v and p
     two_level.end_tile(rows, j0 + kBlockN, keys.last);
   }
   two_level.finish(rows);

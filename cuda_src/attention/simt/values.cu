@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
-// attention_values: the product P v into out, for naive and safe.
+// attention_values: writes the product P v to out, for naive and safe.
 //
-// Algorithm  out = O where O = P v (matmul before this kernel) is finite. Where it is
-//            not, the sum is made again without the keys that the query does not see:
-//            in the matmul their 0 times an infinity or NaN in v has spoilt it.
-// Grid       1-D, a thread an element of out
-// Memory     global: O and out once; a row of P and a column of v for each repair
+// Algorithm  out = O where O = P v (matmul before this kernel) is finite. Elsewhere the
+//            sum is computed again without hidden keys: in the matmul, 0 times an
+//            infinity or NaN of theirs has spoilt it.
+// Grid       1-D, one thread per element of out
+// Memory     global: O and out once; a row of P and a column of v where it is
+//            recomputed
 // Numbers    sums in accum_t; P and O in elem_t, v and out in VALUE_T
 // Limits     none
 #include "attention/score/score.cuh"

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT
-// softmax_vjp_trail: gradients of long rows in one launch; who writes a row follows who
-// sums it so soon that the second read finds it in L2.
+// softmax_vjp_trail: gradients of long rows in one launch; rows are written so soon
+// after they are summed that the second read hits L2.
 //
-// Algorithm  softmax_vjp_trail_clear: nothing is published yet. softmax_vjp_trail: as
-//            softmax_trail, along a queue of parts (softmax/detail/tile_queue.cuh). Who
-//            sums the last part of a row waits for the other sums, joins them and tells
-//            c, the row's; who writes waits for that. log_softmax sums dy alone, and
-//            reads only that twice.
+// Algorithm  softmax_vjp_trail_clear resets what blocks publish. softmax_vjp_trail
+//            walks over a queue of row parts (softmax/detail/tile_queue.cuh), as
+//            softmax_trail. The block that sums the last part of a row waits for the
+//            other sums, adds them and publishes c of the row; blocks that write wait
+//            for that. log_softmax sums only dy, and reads only dy twice.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
-// Tiles      a part of a row: kHeld vectors a thread of y and of dy, in registers
-// Memory     dy twice, of softmax y as well, the second time from L2; otherwise once;
-//            16 bytes an access where dy and dx are aligned as y is; 8 bytes a part
-//            between blocks
-// Numbers    as softmax_vjp; of log_softmax of doubles the exponential by a table
+// Tiles      a part of a row: kHeld vectors of y and of dy per thread, in registers
+// Memory     dy twice, for softmax y as well, the second time from L2; the rest once;
+//            16 bytes per access where dy and dx are aligned like y; blocks exchange 8
+//            bytes per part
+// Numbers    as softmax_vjp; for log_softmax of doubles, exponentials by a table
 // Limits     reduced axis contiguous in y, dy and dx; rows that L2 can hold; sm_80 or
 //            newer
 //
-// Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+// Parameters MIN_BLOCKS   blocks per multiprocessor that registers must suffice for
 //            and those of softmax/detail/backward.cuh and softmax/detail/tile_queue.cuh
 #include "ptx/cache_hint.cuh"
 #include "ptx/opaque.cuh"
@@ -27,15 +27,14 @@
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kVector = 16 / kWidest;  // elements per vector access
 static_assert(kLanes >= 2 * kVector, "a thread has an edge at most");
 
 __device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks publish for each other: the next number; of each row, and of each part, a
-// sum.
+// What blocks publish: the next position in the queue, and a sum for each row and part.
 struct board_t {
   unsigned long long* words;  // 1 + num_rows + parts of all rows
   unsigned num_rows;
@@ -49,7 +48,7 @@ struct board_t {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
     return words + 1 + num_rows + part;
   }
-  // Waits until it has been published.
+  // Waits until it is published.
   static __device__ __forceinline__ double read(const unsigned long long* at) {
     unsigned long long bits;
     while ((bits = ptx::load_relaxed(at)) == published_t::kUnpublished) __nanosleep(64);
@@ -70,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
 // A part of a row.
 struct piece_t : row_part_t<kVector> {
-  // A row that L2 can hold has fewer than 2^31 elements.
+  // A row that fits into L2 has fewer than 2^31 elements.
   const y_t* y;  // from its first whole vector on
   const dy_t* dy;
   out_t* dx;
@@ -90,7 +89,7 @@ struct piece_t : row_part_t<kVector> {
   }
 };
 
-// What a thread has of a part of y or dy, in registers; 0 beyond the row.
+// A thread's elements of a part of y or dy, in registers; 0 beyond the row.
 template <typename T> struct held_t {
   using vector = vector_t<T, kVector>;
   vector read[kHeld];
@@ -118,11 +117,11 @@ template <typename T> struct held_t {
           }
         }
         read[k] = gathered;
-        ptx::compiler_fence();  // else more would be under way than there are registers
+        ptx::compiler_fence();  // limits loads in flight, and registers
       }
     }
     edge = piece.has_edge() ? p[piece.edge] : T();
-    // What is computed from narrow elements would take too many registers.
+    // Values computed from narrow elements would occupy too many registers.
     if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
@@ -135,12 +134,12 @@ template <typename T> struct held_t {
 };
 
 __device__ __forceinline__ double term(y_t p, dy_t g) {
-  // Of two numbers of 16 bits the product is exact in float.
+  // The product of two 16-bit numbers is exact in float.
   if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
   return to<double>(p) * to<double>(g);
 }
 
-// The sum of a warp over a part.
+// The sum of a part, by one warp.
 __device__ __forceinline__ double sum_of(const piece_t& piece) {
   const unsigned long long policy = ptx::policy_evict_last();
   const held_t<dy_t> g(piece.dy, piece, policy);
@@ -166,7 +165,7 @@ __device__ __forceinline__ double sum_of(const piece_t& piece) {
   return warp_reduce(total(sum), plus_t());
 }
 
-// Joins what is published of the parts of a row, by a block, and publishes it.
+// Adds the published sums of the parts of a row, by one block, and publishes the total.
 __device__ __forceinline__ void join_parts(const board_t& board, unsigned row,
                                            unsigned parts) {
   sum_t sum;
@@ -177,8 +176,8 @@ __device__ __forceinline__ void join_parts(const board_t& board, unsigned row,
   if (threadIdx.x == 0) published_t::publish(board.of_row(row), c);
 }
 
-// What the threads of a block share. Of two places one is written while the other may
-// still be read.
+// Shared by the threads of a block. Two slots: one is written while the other may still
+// be read.
 struct shared_t {
   unsigned next[2];
   double c[2];

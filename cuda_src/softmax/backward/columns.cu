@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT
 // softmax_vjp_columns: the gradient of a softmax or log_softmax along columns.
 //
-// Algorithm  As softmax_vjp, along an axis that is not the contiguous one:
+// Algorithm  As softmax_vjp, along an axis that is not contiguous:
 //            softmax       c = sum_i y_i dy_i,  dx_i = scale y_i (dy_i - c)
 //            log_softmax   c = sum_i dy_i,      dx_i = scale (dy_i - exp(y_i) c),
-//                          and 0 where y_i is -inf (an element that took no part)
+//                          and 0 where y_i is -inf (a masked element)
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
 // Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements of y
 //            and of dy in registers and kParked x kVector in shared memory
-// Memory     y, dy and dx once, up to 16 bytes an access, neighbouring lanes side by
-//            side; shared: a number a warp and column; between blocks: one a column
-// Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding;
-//            for 16 bits a thread sums in float, c is a float, the exponential fast
+// Memory     y, dy and dx once, up to 16 bytes per access, lanes contiguous; shared:
+//            one number per warp and column; blocks exchange one number per column
+// Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once;
+//            for 16 bits, float sums per thread, c as a float, the fast exponential
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 //
@@ -20,7 +20,7 @@
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/backward_params.cuh"
 
-// Products of 16 bits are exact in float, and few of them are added before double.
+// Products of 16-bit numbers are exact in float, and only few are added before double.
 constexpr bool kCoarse =
     sizeof(y_t) == 2 && sizeof(dy_t) == 2 && sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using part_t = part<kCoarse>::type;
@@ -31,7 +31,7 @@ struct shared_t {
   partials_t<part_t> sum;
   double total[kColumns];
 #if CLUSTER > 1
-  // Two sets, which tiles use in turn: what one reads, the next does not write.
+  // Two sets that alternate: one is written while the other may still be read.
   double piece[2][kCluster][kColumns];
   unsigned long long barrier[2];
 #endif
@@ -117,7 +117,7 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y, rows_t<dy_t>& h
   held_y.held.forget();
   held_dy.held.forget();
 
-  // Where results have 16 bits, float has all the digits that c needs.
+  // For 16-bit results, float has all the digits that c needs.
   acc_t c_high[kVector], c_low[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {

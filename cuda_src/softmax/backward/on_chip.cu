@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
 // softmax_vjp_tiled: the gradient of a softmax or log_softmax, y and dy read once.
 //
-// Algorithm  As softmax_vjp, on rows of y and dy that are held on chip.
+// Algorithm  As softmax_vjp, on rows of y and dy held on chip.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
 //            kCluster blocks take one
 // Tiles      a row; each of its kCluster * kLanes threads holds HELD elements of y and
 //            of dy in registers and PARKED in shared memory
 //            (softmax/detail/row_tile.cuh)
-// Memory     y, dy and dx once; 16 bytes an access where rows are contiguous
-// Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding
+// Memory     y, dy and dx once; 16 bytes per access where rows are contiguous
+// Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 //
 // Parameters as in softmax/detail/backward.cuh and softmax/detail/row_tile.cuh
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #endif
         softmax_vjp_tiled(const y_t* y, const dy_t* dy, out_t* dx,
                           const __grid_constant__ layout_t layout) {
-  // Rows take turns at the two: what one reads, the next does not write.
+  // Two sets that alternate: one is written while the other may still be read.
   __shared__ shared_parts_t<double> sums[2];
   combiner_t<double, 2> combine_sum(sums);
   announce_block();

@@ -1,28 +1,27 @@
 // SPDX-License-Identifier: MIT
-// softmax_vjp_span: gradients of short rows that lie back to back, many at a time.
+// softmax_vjp_span: gradients of short contiguous rows, many at a time.
 //
-// Algorithm  As softmax_vjp, on rows that are held in registers.
-// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: one span of
-//            memory, whatever the length of a row
+// Algorithm  As softmax_vjp, on rows held in registers.
+// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: a contiguous
+//            span of memory, whatever the length of a row
 // Tiles      the spans of y, dy and dx in shared memory; a row in kLanes threads, HELD
 //            elements each
-// Memory     y, dy and dx once, in vectors of 16 bytes wherever the span begins
+// Memory     y, dy and dx once, in 16-byte vectors wherever the span starts
 // Numbers    as softmax_vjp_tiled
-// Limits     rows of at most kLanes * HELD elements with the next row behind the last
-//            in y, dy and dx
+// Limits     rows of at most kLanes * HELD elements, contiguous in y, dy and dx
 //
 // Parameters as in softmax/detail/backward.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/backward.cuh"
 
-// 8 blocks have 64 registers a thread.
+// 8 blocks leave 64 registers per thread.
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 32 ? 8 : 5;
 static_assert(OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
 
-// One row from shared memory to shared memory, from a lane's first element on, with so
-// many left.
+// One row from shared memory to shared memory, starting at a lane's first element, with
+// `left` elements from there on.
 __device__ __forceinline__ void vjp_row(const y_t* y, const dy_t* dy, out_t* dx,
                                         int left, const layout_t& layout) {
   acc_t p[HELD], g[HELD];
@@ -63,14 +62,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {
-      // Beyond the last row it is whatever lies there, and goes nowhere.
+      // Beyond the last row this computes on garbage that is not stored.
       const int first = (of_block + row_of_group()) * length + lane();
       vjp_row(from_y.shared + first, from_dy.shared + first, onto.shared + first,
               length - lane(), layout);
     }
     __syncthreads();
     onto.store();
-    // All have read the spans before the next ones come.
+    // All threads have read the spans before the next ones load.
     __syncthreads();
   }
 }

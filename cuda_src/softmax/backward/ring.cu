@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT
-// softmax_vjp_stream: gradients of rows that only many multiprocessors can hold.
+// softmax_vjp_stream: gradients of rows that fit only into many multiprocessors
+// together.
 //
-// Algorithm  softmax_vjp_stream_clear: nothing is published yet. softmax_vjp_stream: as
-//            softmax_vjp_split, whose two launches are one here
+// Algorithm  softmax_vjp_stream_clear resets what blocks publish. softmax_vjp_stream
+//            does both launches of softmax_vjp_split in one
 //            (softmax/detail/row_ring.cuh).
-// Grid       (blocks of a group, groups), all at once; a group takes a row at a time
-// Tiles      a step of a row: a vector of y and one of dy a thread of the group, of 16
-//            bytes the wider; a ring of kRing steps of both in shared memory
-// Memory     y, dy and dx once; 16 bytes an access where dy and dx are aligned as y is;
-//            between blocks, a double a row and block
+// Grid       (blocks per group, groups), all resident; a group takes a row at a time
+// Tiles      a step of a row: a vector of y and one of dy per thread of the group, the
+//            wider of 16 bytes; a ring of kRing steps of both in shared memory
+// Memory     y, dy and dx once; 16 bytes per access where dy and dx are aligned like y;
+//            blocks exchange a double per row and block
 // Numbers    as softmax_vjp
-// Limits     rows of at most (kLag + 1) * LANES vectors a block of the group; reduced
+// Limits     rows of at most (kLag + 1) * LANES vectors per block of the group; reduced
 //            axis contiguous in y, dy and dx; sm_80 or newer
 //
 // Parameters as in softmax/detail/backward.cuh and softmax/detail/row_ring.cuh
@@ -19,7 +20,7 @@
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kVector = 16 / kWidest;  // elements per vector access
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_vjp_stream_clear(const y_t* y, const dy_t* dy, out_t* dx,
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   board_t{published}.clear(layout.num_rows);
 }
 
-// A row of y, dy and dx, in which a thread walks from vector to vector.
+// A row of y, dy and dx, traversed vector by vector.
 struct strip_t {
   const y_t* y;
   const dy_t* dy;
@@ -53,7 +54,7 @@ struct strip_t {
   __device__ __forceinline__ long long position(long long vector) const {
     return aligned.head + vector * kVector;
   }
-  // f(i) for the elements of this thread that are in no whole vector.
+  // Calls f(i) for this thread's elements outside whole vectors.
   template <typename F> __device__ __forceinline__ void for_each_edge(F f) const {
     if (blockIdx.x > 0) return;
     for (int i = lane(); i < aligned.head + aligned.tail; i += kLanes) {
@@ -111,12 +112,12 @@ struct stream_t {
       }
       if (loading.next(steps)) loaded.enter(y, dy, dx, layout, loading.row);
     }
-    ptx::commit_copies();  // a group for each step, even if it is empty
+    ptx::commit_copies();  // one group per step, even if empty
   }
 
   __device__ __forceinline__ static double term(y_t p, dy_t g) {
     if constexpr (kLog) return to<double>(g);
-    // Of two numbers of 16 bits the product is exact in float.
+    // The product of two 16-bit numbers is exact in float.
     if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
     return to<double>(p) * to<double>(g);
   }
@@ -138,7 +139,7 @@ struct stream_t {
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
   }
 
-  // Joins what the blocks of the group publish of the row that is to be written.
+  // Adds what the blocks of the group publish for the row to be written.
   __device__ __forceinline__ void hear() {
     sum_t sum;
     for (int block = lane(); block < gridDim.x; block += kLanes) {

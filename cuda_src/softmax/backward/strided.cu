@@ -3,10 +3,10 @@
 //
 // Algorithm  softmax       c = sum_i y_i dy_i,  dx_i = scale y_i (dy_i - c)
 //            log_softmax   c = sum_i dy_i,      dx_i = scale (dy_i - exp(y_i) c),
-//                          and 0 where y_i is -inf (an element that took no part)
+//                          and 0 where y_i is -inf (a masked element)
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     y and dy twice, the second time mostly from cache; dx once; any strides
-// Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding
+// Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once
 // Limits     none
 //
 // Parameters as in softmax/detail/backward.cuh
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     const gradient_t gradient(row_sum(sum), layout);
 
     for (long long i = lane(); i < row.length; i += kUnroll * kLanes) {
-      // dx may be y or dy itself: what a batch writes, it has read before.
+      // dx may be y or dy itself: a batch is read before it is written.
       acc_t p[kUnroll], g[kUnroll];
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k) {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// softmax_vjp_split: the gradient over long rows by two launches.
+// softmax_vjp_split: gradients of long rows in two launches.
 //
 // Algorithm  As softmax_vjp. softmax_vjp_split_sum: each block sums its part of a row;
-//            softmax_vjp_split_write: each block joins the sums of its row and writes
+//            softmax_vjp_split_write: each block adds the sums of its row and writes
 //            its part.
 // Grid       1-D, num_rows * kParts blocks of kLanes threads
-// Memory     y and dy twice, the second time from L2 where they fit there; dx once; 16
-//            bytes an access, the ends of unaligned parts element by element
+// Memory     y and dy twice, the second time from L2 where they fit; dx once; 16 bytes
+//            per access, unaligned ends element by element
 // Numbers    as softmax_vjp
 // Limits     reduced axis contiguous in y, dy and dx
 //
@@ -16,8 +16,8 @@
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
-constexpr int kTogether = 2;           // vectors of each input asked for together
+constexpr int kVector = 16 / kWidest;  // elements per vector access
+constexpr int kTogether = 2;           // vectors of each input loaded together
 
 // A part of a row of y, dy and dx.
 struct work_t {
@@ -47,8 +47,8 @@ struct work_t {
     return read;
   }
 
-  // Calls visit(first element, y, dy) for the vectors of this thread, then visit_edge
-  // (element) for its elements of head and tail.
+  // Calls visit(first element, y, dy) for this thread's vectors, then
+  // visit_edge(element) for its elements of head and tail.
   template <typename Visit, typename VisitEdge>
   __device__ __forceinline__ void for_each(Visit visit, VisitEdge visit_edge) const {
     for (long long first = lane(); first < aligned.num_vectors;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// softmax_columns: columns are read once, stay on chip, and are written once.
+// softmax_columns: columns are read once, held on chip, and written once.
 //
-// Algorithm  As softmax_tiled, along an axis that is not the contiguous one:
+// Algorithm  As softmax_tiled, along an axis that is not contiguous:
 //                m = max_i s_i,  e_i = exp(s_i - m),  l = sum_i e_i,  out_i = e_i / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x. In a cluster each
-//            block takes its own m' and l' from its piece of a column; they are merged
+//            block computes m' and l' of its piece of a column; these are combined by
 //                m = max m',  l = sum l' exp(m' - m),  out_i = e_i exp(m' - m) / l
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
 // Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements in
 //            registers and kParked x kVector in shared memory
-// Memory     x and out once, up to 16 bytes an access, neighbouring lanes side by side;
-//            shared: a number a warp and column; between blocks: two numbers a column
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
-//            for results of 16 bits plain differences, the fast exponential, float sums
+// Memory     x and out once, up to 16 bytes per access, lanes contiguous; shared: one
+//            number per warp and column; blocks exchange two numbers per column
+// Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
+//            for 16-bit results plain differences, the fast exponential, float sums
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in x and out, and there is one reduced axis
 //
@@ -28,7 +28,7 @@ using total_t = decltype(total(part_t()));
 template <typename A, typename B> constexpr bool kSame = false;
 template <typename A> constexpr bool kSame<A, A> = true;
 
-// Exponentials take the place of x where they fit; else they are computed again.
+// Exponentials replace x where they fit; otherwise they are computed twice.
 constexpr bool kKeepsExp = kSame<x_t, acc_t> && !kLog;
 
 template <typename T>
@@ -43,13 +43,14 @@ template <> struct absent<false> {
   template <typename T> static __device__ __forceinline__ T of() { return T(0); }
 };
 
-// A float that is not there is -inf, which adds nothing. For the rest the slots have to
-// be told apart.
+// Missing floats are -inf, which adds nothing. Other types must track which slots are
+// valid.
 constexpr bool kTracksRows = kHasWhere || kScaled || !kIsFloat<x_t>;
 
-// What a thread subtracts from the scores of one of its columns: a block's sum of
-// exponentials is l exp(shift). Doubles and 16 bits subtract the maximum; for float see
-// power_t. A column is on its own: what others hold must not show in its bits.
+// The exponent that a thread subtracts from the scores of one of its columns: a block's
+// sum of exponentials is l exp(shift). Doubles and 16 bits subtract the maximum; for
+// float see power_t. Chosen per column, so that its bits do not depend on other
+// columns.
 struct natural_t {
   acc_t m;
 
@@ -60,7 +61,7 @@ struct natural_t {
   }
 };
 
-// Not for logs: where one score outweighs the rest, the log of l is to be exact near 0.
+// Not for logs: where one score dominates, log l must be accurate near 0.
 constexpr bool kInPowers = sizeof(acc_t) == 4 && !kCoarse && !kScaled && kKeepsExp;
 
 __device__ __forceinline__ double shift_of(acc_t m) {
@@ -70,11 +71,11 @@ __device__ __forceinline__ double shift_of(acc_t m) {
   return natural_t(m).shift();
 }
 
-// Doubles subtract the maximum of the whole column at once: a second factor, exp(m' -
-// m), would take the last digits.
+// Doubles subtract the maximum of the whole column: a second factor, exp(m' - m), would
+// cost the last digits.
 constexpr bool kSharesMax = kCluster > 1 && sizeof(acc_t) == sizeof(double);
 
-// The larger of two, or NaN: power_t has to know of a NaN before.
+// The larger of two, or NaN: power_t must know of a NaN in advance.
 struct larger_seen_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -86,8 +87,8 @@ struct larger_seen_t {
   }
 };
 
-// The sum of exponentials over a block's piece of a column, and its largest score: as
-// the blocks of a cluster publish for each other.
+// The sum of exponentials over a block's piece of a column, and its largest score, as
+// the blocks of a cluster exchange them.
 template <bool kIsNarrow> struct alignas(16) piece {
   double l, m;
 };
@@ -95,11 +96,11 @@ template <> struct alignas(8) piece<true> {
   float l, m;
 };
 using piece_t = piece<kCoarse>;
-// What one block hears of all at a meeting.
+// What one block receives from all in one exchange.
 [[maybe_unused]] constexpr int kPiecesBytes =
     kCluster * kColumns * int(sizeof(piece_t));
 
-// The last step for a column with sum l exp(shift), and exponentials of another shift.
+// The last step for a column with sum l exp(shift) and exponentials of another shift.
 __device__ __forceinline__ finish_t finish_column(double shift, double l,
                                                   double weight) {
   return finish_t(acc_t(shift), l, weight);
@@ -118,7 +119,7 @@ constexpr bool kPacksMax = false;
 
 struct held_t {
   rows_t<x_t> value;
-  unsigned long long selected;  // a bit a slot
+  unsigned long long selected;  // one bit per slot
 
   __device__ __forceinline__ explicit held_t(void* memory) : value(memory) {}
 
@@ -151,7 +152,7 @@ struct held_t {
     if (kHasWhere) return selected >> (row * kVector + j) & 1;
     return !kTracksRows || row < tile.rows;
   }
-  // Of element j of slot k of some slots, which is in this row of the thread.
+  // The score of element j of slot k, which is in this row of the thread.
   template <typename Slots>
   __device__ __forceinline__ score_t score(const tile_t& tile, const Slots& slots,
                                            int k, int row, int j) const {
@@ -182,12 +183,12 @@ struct held_t {
     }
   }
 
-  // Sums the exponentials of each of this thread's columns, exp_of_column(j, score),
-  // and keeps them if they fit.
+  // Sums the exponentials exp_of_column(j, score) of each of this thread's columns, and
+  // keeps them if they fit.
   template <typename Exp>
   __device__ __forceinline__ void sum(const tile_t& tile, Exp exp_of_column,
                                       total_t (&sums)[kVector]) {
-    constexpr bool kPairs = sizeof(acc_t) == 4;  // half of the conversions to double
+    constexpr bool kPairs = sizeof(acc_t) == 4;  // halves the conversions to double
     part_t sum[kVector] = {};
     acc_t first[kVector];  // of a pair
     value.each<kKeepsExp>([&](auto& slots, int k, int row) {
@@ -213,7 +214,7 @@ struct held_t {
 };
 
 struct shared_t {
-  union {  // one after the other
+  union {  // used one after the other
     partials_t<acc_t> max;
     partials_t<total_t> sum;
   };
@@ -221,15 +222,15 @@ struct shared_t {
   finish_t finish[kColumns];
 #if CLUSTER > 1
   piece_t piece[kCluster][kColumns];
-  piece_t of_block[kSharesMax ? kCluster : 1][kColumns];  // with its maximum alone
+  piece_t of_block[kSharesMax ? kCluster : 1][kColumns];  // for maxima only
   unsigned long long barrier[2];
 #endif
   __device__ shared_t() {}
 };
 
 #if CLUSTER > 1
-// One for each: a block that is ahead may publish its sums while another still waits
-// for maxima.
+// Separate, because a block that is ahead may publish its sums while another still
+// waits for maxima.
 struct meetings_t {
   meeting_t of_max, of_sum;
 
@@ -238,7 +239,7 @@ struct meetings_t {
         of_sum(&shared.barrier[1], threadIdx.x == 0) {}
 };
 
-// Tells all blocks of the cluster about a column.
+// Publishes a column to all blocks of the cluster.
 __device__ __forceinline__ void publish(const meeting_t& meeting,
                                         piece_t (&pieces)[kColumns], int c, double l,
                                         acc_t m) {
@@ -248,7 +249,7 @@ __device__ __forceinline__ void publish(const meeting_t& meeting,
   }
 }
 
-// The last step for a column from what all blocks published of it.
+// The last step for a column from what all blocks published.
 __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c,
                                                   [[maybe_unused]] keys_t keys) {
   const auto piece = [&](int rank) { return shared.piece[rank][c]; };
@@ -260,7 +261,8 @@ __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c,
     for (int rank = 0; rank < kCluster; ++rank) l += piece(rank).l;
     return finish_column(shift_of(own), l, 1);
   }
-  // A piece of -inf has no exponentials but 0 (and NaN): whatever its weight.
+  // A piece whose maximum is -inf has no exponentials but 0 (or NaN), whatever its
+  // weight.
   bool all_in_powers = kInPowers;
 #pragma unroll 4
   for (int rank = 0; rank < kCluster; ++rank) {
@@ -307,7 +309,7 @@ struct meetings_t {
 };
 #endif
 
-// The maximum of each of this thread's columns over the block or, for doubles, over the
+// The maximum of each of this thread's columns over the block or, for doubles, the
 // cluster.
 __device__ __forceinline__ void join_max(shared_t& shared,
                                          [[maybe_unused]] meetings_t& meetings,
@@ -465,7 +467,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     has_started = true;
     wait_for_copies();
     softmax(held, out, tile, shared, meetings);
-    // No block may write its next numbers to one that still reads these.
+    // No block may send its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();
   }
 }

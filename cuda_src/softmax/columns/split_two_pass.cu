@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: MIT
-// softmax_split_columns: few long columns by two launches, for sums and for results.
+// softmax_split_columns: few long columns in two launches, one for sums, one for
+// results.
 //
 // Algorithm  softmax_split_columns_sum: each block sums the exponentials of its piece
 //            of a tile of columns: floats in powers of two
-//            (softmax/detail/scaled_sum.cuh); doubles, and columns where those do not
-//            reach, as softmax_online does. softmax_split_columns_write: each block
-//            joins the sums of its tile and writes its piece: out_i = exp(s_i - m) / l
+//            (softmax/detail/scaled_sum.cuh); doubles, and columns out of range for
+//            that, as softmax_online. softmax_split_columns_write: each block adds the
+//            sums of its tile and writes its piece: out_i = exp(s_i - m) / l
 //            (log_softmax: (s_i - m) - log l).
 // Grid       (tiles, pieces of a column)
 // Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
 //            time and keeps a sum for each of its kVector columns
-// Memory     x twice, out once; up to 16 bytes an access, neighbouring lanes side by
-//            side; between the launches, two doubles a column and piece
+// Memory     x twice, out once; up to 16 bytes per access, lanes contiguous; between
+//            the launches, two doubles per column and piece
 // Numbers    as softmax_online
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
 //
@@ -27,7 +28,7 @@ static_assert(kHeld * kVector <= 64, "a bit an element");
 // The elements that a thread has at a time.
 struct batch_t {
   slots_t<x_t> value;
-  unsigned long long selected = 0;  // a bit a slot, where there is a mask
+  unsigned long long selected = 0;  // one bit per slot, if masked
   int rows, columns;                // of this thread
 
   __device__ __forceinline__ batch_t(const x_t* x, const bool* where,
@@ -76,8 +77,8 @@ __device__ __forceinline__ void add_all(Sum (&sum)[kVector], const x_t* x,
   }
 }
 
-// What this thread finds of its columns in powers of two; whether that reaches, a bit a
-// column. Of no scores but -inf the sum is one of nothing.
+// This thread's sums of its columns in powers of two; returns one bit per column that
+// is in range. If all scores are -inf, the sum is empty.
 __device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
                                                    const x_t* x, const bool* where,
                                                    const tile_t& tile) {
@@ -94,8 +95,8 @@ __device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
   return reaches;
 }
 
-// As softmax_online does, whatever the scores are; of columns that are not `known`:
-// what becomes of one must not depend on its neighbours.
+// The same as in softmax_online, for any scores, for columns that are not `known`: a
+// column's bits must not depend on its neighbours.
 __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
                                              unsigned known, const x_t* x,
                                              const bool* where, const tile_t& tile) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
   }
 }
 
-// What there is of column c of tile `at`, from piece 0 on, each kColumns after another.
+// The partial sums of column c of tile `at`, from piece 0 on, kColumns apart.
 __device__ __forceinline__ partial_t* place_of(partial_t* partial, long long at) {
   return partial + at * gridDim.y * kColumns;
 }
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     if (known != (1u << kVector) - 1) {
       find_running(found, known, x_tile, where_tile, tile);
     }
-    __syncthreads();  // all have read those of the tile before
+    __syncthreads();  // all threads have read those of the previous tile
     if (threadIdx.x < kGroup) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   }
 }
 
-// The last step of a column beside one that has no powers of two.
+// The last step for a column, with or without powers of two.
 struct either_t {
   finish_t plain;
   finish_in_powers_t powers;
@@ -157,12 +158,12 @@ struct either_t {
   }
 };
 
-// Writes finish[j](score) for the columns of this thread.
+// Writes finish[j](score) for this thread's columns.
 template <typename Finish>
 __device__ __forceinline__ void write(const Finish (&finish)[kVector], const x_t* x,
                                       const bool* where, out_t* out,
                                       const tile_t& tile) {
-  // The last rows first: they are the likeliest to be in the cache still.
+  // Last rows first: these are most likely still in cache.
 #pragma unroll 1
   for (int left = tile.rows; left > 0;) {
     const int rows = left % kHeld ? left % kHeld : kHeld;
@@ -188,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    // Some threads a column join the sums of its pieces.
+    // Several threads per column add the sums of its pieces.
     constexpr int kJoining = kNumThreads / kColumns;
     static_assert(kJoining >= 1, "a thread a column");
-    __syncthreads();  // all have read those of the tile before
+    __syncthreads();  // all threads have read those of the previous tile
     if (threadIdx.x < kJoining * kColumns) {
       const partial_t* const pieces = place_of(partial, at) + threadIdx.x % kColumns;
       const int first = threadIdx.x / kColumns;

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT
-// softmax_long_columns: columns that are too long to be held are read twice.
+// softmax_long_columns: columns too long to be held on chip are read twice.
 //
-// Algorithm  As softmax_online, along an axis that is not the contiguous one: a first
-//            reading finds m and l of each column (softmax/detail/online_sum.cuh), a
-//            second one writes exp(s_i - m) / l, or (s_i - m) - log l; s = scale * x.
+// Algorithm  As softmax_online, along an axis that is not contiguous: the first pass
+//            computes m and l of each column (softmax/detail/online_sum.cuh), the
+//            second writes exp(s_i - m) / l, or (s_i - m) - log l; s = scale * x.
 // Grid       1-D; a block takes a tile at a time, a cluster takes one
 // Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
 //            time and keeps m and l for each of its kVector columns
-// Memory     x twice, the second time in part from cache, and out once; up to 16 bytes
-// an
-//            access, neighbouring lanes side by side; shared: m and l a warp and column
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
-//            for results of 16 bits plain differences and the fast exponential
+// Memory     x twice, the second time partly from cache, and out once; up to 16 bytes
+//            per access, lanes contiguous; shared: m and l per warp and column
+// Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
+//            for 16-bit results plain differences and the fast exponential
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
 //
 // Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
@@ -45,7 +44,7 @@ struct shared_t {
 // The elements that this thread has at a time.
 struct batch_t {
   slots_t<x_t> value;
-  unsigned long long selected;  // a bit a slot
+  unsigned long long selected;  // one bit per slot
 
   __device__ __forceinline__ batch_t(const x_t* x, const bool* where,
                                      const tile_t& tile, int first, int rows) {
@@ -77,7 +76,7 @@ struct batch_t {
 static_assert(kHeld * kVector <= 64, "a bit an element");
 static_assert(!kInWarp, "a long column has its own block");
 
-// m and l of each of this thread's columns over the tile, in each thread.
+// m and l of each of this thread's columns over the tile, in every thread.
 __device__ __forceinline__ void join_columns(shared_t& shared, total_t (&sum)[kVector],
                                              keys_t keys) {
   combine_in_warp(sum, merge_t(keys));
@@ -117,7 +116,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
                        ? deal::kVectors
                        : deal::kSingles;
-  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
+  if (kCluster > 1) cluster_sync();  // no block may be written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
@@ -152,7 +151,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     for (int j = 0; j < kVector; ++j) {
       finish[j] = finish_t(sum[j].shift(), sum[j].l.value);
     }
-    // The last rows first: they are the likeliest to be in the cache still.
+    // Last rows first: these are most likely still in cache.
     for (int left = tile.rows; left > 0;) {
       const int rows = left % kHeld ? left % kHeld : kHeld;
       left -= rows;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// A row, or a part of one, as whole vectors and what is left at its two ends.
+// A row, or a part of one, as whole vectors and unaligned ends.
 #pragma once
 
 #include "common/vector.cuh"
 
-// A span of elements as whole vectors, and a head and a tail of fewer than a vector.
+// A span of elements as whole vectors, and a head and a tail shorter than a vector.
 struct aligned_span_t {
   int head, tail;
   long long num_vectors;
 
-  // For pointers in which element `head` is aligned.
+  // For pointers whose element `head` is aligned.
   template <int kVector>
   static __device__ __forceinline__ aligned_span_t of(int head, long long length) {
     aligned_span_t p;
@@ -24,7 +24,7 @@ struct aligned_span_t {
   }
 };
 
-// Elements before the first that is aligned to a vector.
+// Number of elements before the first one aligned to a vector.
 template <int kVector, typename T>
 __device__ __forceinline__ int num_before_aligned(const T* p) {
   return int(-reinterpret_cast<unsigned long long>(p) / sizeof(T)) & (kVector - 1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the gradients share: a row of the problem, the last step.
+// Shared by the gradients: a row of the problem, and the last step.
 //
 // Parameters as in softmax/detail/backward_params.cuh
 //            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
@@ -10,7 +10,7 @@
 #include "softmax/detail/backward_params.cuh"
 #include "softmax/detail/scaled_sum.cuh"
 
-// One row of y, dy and dx, as row_t of softmax/detail/row.cuh.
+// One row of y, dy and dx, like row_t of softmax/detail/row.cuh.
 struct row_t {
   const y_t* y;
   const dy_t* dy;
@@ -32,7 +32,7 @@ struct row_t {
   __device__ __forceinline__ long long offset(int array, long long i) const {
     return locate(layout.reduced, i).of[array];
   }
-  // The same, of a row that is held on chip.
+  // The same, for a row that is held on chip.
   __device__ __forceinline__ long long near_offset(int array, int i) const {
     return locate_in_row(layout.reduced, array, i);
   }
@@ -40,7 +40,7 @@ struct row_t {
 
 constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 
-// Of two numbers of 16 bits the product is exact in float.
+// The product of two 16-bit numbers is exact in float.
 __device__ __forceinline__ double product(acc_t p, acc_t g) {
   return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
 }
@@ -55,7 +55,7 @@ struct gradient_t {
     c_low = is_finite(c_high) ? acc_t(c - c_high) : acc_t(0);
   }
 
-  // y of log y; for results of 16 bits by the fast exponential.
+  // y from log y; for 16-bit results by the fast exponential.
   static __device__ __forceinline__ acc_t exp_of_log(acc_t p) {
     if constexpr (sizeof(out_t) == 2 && sizeof(acc_t) == 4) return exp_fast(p);
     return exp_of(p);
@@ -75,7 +75,8 @@ struct gradient_t {
     if constexpr (kLog) return of_exp(exp_of_log(p), p, g);
     return scale * (p * ((g - c_high) - c_low));
   }
-  // The same by a warp together: exponentials of doubles by a table in its lanes.
+  // The same, computed by a warp together: exponentials of doubles by a table in its
+  // lanes.
   __device__ __forceinline__ acc_t operator()(acc_t p, acc_t g,
                                               const roots_t<acc_t>& roots) const {
     if constexpr (kLog) return of_exp(exp_of_log(p, roots), p, g);

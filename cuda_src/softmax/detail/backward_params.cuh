@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// The parameters of the gradients.
+// Parameters of the gradients.
 //
 // Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
 //            LOG                1 for log_softmax
-//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+//            OUTER_AXES, REDUCED_AXES   number of axes of each kind
 #pragma once
 
 #include "common/strides.cuh"
@@ -19,7 +19,7 @@ constexpr bool kLog = LOG;
 
 enum { kY, kDy, kOut, kNumArrays };
 
-// The problem, as packed by the host.
+// The problem, packed by the host.
 struct layout_t {
   long long num_rows, row_length;
   double scale;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What logsumexp of columns shares: a log to the last digit, and the results.
+// Shared by logsumexp of columns: an accurate log, and the results.
 //
 // Parameters HAS_WHERE   1 if there is a mask
 //            and those of softmax/detail/column_tile.cuh and log_params.cuh
@@ -22,10 +22,10 @@ struct plus_wide_t {
   }
 };
 
-// The logs of the columns to the last digit, whatever they are: the largest score plus
-// log1p of all the rest, which never meets the 1 that it is small against. read(take)
-// calls take(score) for all rows of this thread, kHeld at a time; combine(value, f)
-// makes of a number of each of its columns that of the tile, in each thread.
+// Accurate logs of the columns, for any values: the largest score plus log1p of all
+// other terms, which are never added to the 1 that would swallow them. read(take) calls
+// take(score) for all rows of this thread, kHeld at a time; combine(value, f) reduces a
+// number per column of each thread over the tile, for every thread.
 template <typename Read, typename Combine>
 __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
                                              Combine combine) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
   }
 }
 
-// Where the results of a tile go.
+// Destination of the results of a tile.
 struct results_t {
   const tile_t& tile;
   out_t* out;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: MIT
-// The sum of exponentials of one column, as one thread sees it.
+// The sum of exponentials of one column in one thread.
 //
-// l 2^unit, as power_sum_t has it, with less work for the few scores that a thread has
-// of a column at a time: their maximum is joined once, and the unit is a number of type
-// T, from which limits follow by one instruction.
+// l 2^unit as in power_sum_t, with less work for the few scores that a thread has per
+// column at a time: their maximum is merged once, and the unit is a number of type T,
+// from which limits follow in one instruction.
 //
 // Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
 
 #include "softmax/detail/scaled_sum.cuh"
 
-// What a thread adds to: for results of 16 bits a float is enough.
+// Type of the thread's sum: float is enough for 16-bit results.
 template <bool kIsCoarse> struct column_total {
   using type = sum_t;
 };
@@ -23,13 +23,13 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
   using range = detail::range<T>;
 
   T top = -infinity<T>();          // the largest score; NaN if there was one
-  T unit = T(joined_t::kNothing);  // a whole number
+  T unit = T(joined_t::kNothing);  // an integer
   typename column_total<kIsCoarse>::type l = {};
 
   __device__ __forceinline__ stored_sum_t<T> stored() const {
     return {total(l), top, int(unit)};
   }
-  // Whether a score may be added before the unit moves; NaN may.
+  // Whether a score can be added before the unit must move; true for NaN.
   __device__ __forceinline__ bool has_room(T m) const {
     return !(m > fma_of(unit, T(kLn2), T(joined_t::kSlack * kLn2)));
   }
@@ -47,9 +47,9 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
     }
   }
 
-  // Adds the exponentials of score(0), ..., score(kCount - 1), for which there is room;
-  // slots without one hold -inf. If kIsNear none is more than kReach powers of two
-  // below the unit.
+  // Adds the exponentials of score(0), ..., score(kCount - 1), which must have room;
+  // empty slots hold -inf. With kIsNear none is more than kReach powers of two below
+  // the unit.
   template <int kCount, bool kIsNear, typename Score>
   __device__ __forceinline__ void add(Score score) {
     const T lowest = lowest_near();
@@ -64,7 +64,7 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
       return detail::times_power(e, range::low_bits(rounded));
     });
   }
-  // One of them to about 2^-21, for results of 16 bits.
+  // One term to about 2^-21, for 16-bit results.
   __device__ __forceinline__ float term(float score) const {
     return exp2f(fma_of(score, float(kLog2e), -unit));
   }
@@ -73,8 +73,8 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
   }
 
  private:
-  // The sum of term(0), ..., term(kCount - 1): pairs first, so that few additions wait
-  // for each other.
+  // The sum of term(0), ..., term(kCount - 1) as a tree, so that few additions depend
+  // on each other.
   template <int kCount, typename Term>
   static __device__ __forceinline__ auto tree(Term term) {
     decltype(term(0)) terms[kCount];

@@ -1,26 +1,22 @@
 // SPDX-License-Identifier: MIT
-// Columns: the reduced axis is not the contiguous one. Which thread holds what.
+// Columns, where the reduced axis is not contiguous: which thread holds which elements.
 //
-// A slab is all that one index of the outermost axes leaves: row_length rows of `inner`
-// neighbouring elements. A tile is kColumns neighbouring columns of a slab, and a group
-// of kSide * kDeep threads takes one: kSide threads side by side, each with kVector
-// columns of its own, and kDeep threads along the columns, each with kHeld rows.
-// A group is a part of a warp, a block, or a cluster of kCluster blocks, which then
-// share the rows among them.
+// A slab is what remains for one index of the outermost axes: row_length rows of
+// `inner` contiguous elements. A tile is kColumns adjacent columns of a slab. A group
+// of kSide * kDeep threads takes one tile: kSide threads side by side, each with
+// kVector columns of its own, and kDeep threads along the columns, each with kHeld
+// rows. A group is a part of a warp, a block, or a cluster of kCluster blocks, which
+// then divide the rows.
 //
-// Parameters VECTOR    columns of a thread: neighbours, read in one access
+// Parameters VECTOR    adjacent columns per thread, read in one access
 //            SIDE      threads side by side
-//            DEEP      threads of a block along a column
-//            HELD      rows that a thread has in registers
-//            PARKED    rows that it has in shared memory besides; an even number, as
-//                      HELD then is
+//            DEEP      threads per block along a column
+//            HELD      rows per thread in registers
+//            PARKED    further rows per thread in shared memory; even, as HELD then is
 //            CLUSTER   blocks along a column (above 1: sm_90)
-//            RESIDENT  blocks that a multiprocessor is to hold
-//            SPLITS    1 if the grid has a second axis, of blocks along a column; else
-//            0
-//                      or nothing
-//            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
-//            one
+//            RESIDENT  blocks per multiprocessor that registers must suffice for
+//            SPLITS    1 if the grid has a second axis of blocks along a column
+//            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is contiguous
 #pragma once
 
 #include "common/reduce.cuh"
@@ -45,12 +41,12 @@ constexpr int kCluster = CLUSTER;
 constexpr bool kSplits = SPLITS;
 static_assert(!kSplits || kCluster == 1);
 static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
-constexpr int kColumns = kSide * kVector;  // of a tile
+constexpr int kColumns = kSide * kVector;  // per tile
 constexpr int kGroup = kSide * kDeep;
 
 __host__ __device__ constexpr bool is_power_of_two(int n) { return (n & (n - 1)) == 0; }
 
-// Small groups share a warp, and need shuffles only.
+// Small groups share a warp and need only shuffles.
 constexpr bool kInWarp = kGroup <= kWarpSize && is_power_of_two(kGroup);
 constexpr int kNumThreads =
     kInWarp ? 128 : (kGroup + kWarpSize - 1) / kWarpSize * kWarpSize;
@@ -58,9 +54,9 @@ constexpr int kGroupsPerBlock = kInWarp ? kNumThreads / kGroup : 1;
 
 static_assert(!kInWarp || kCluster == 1, "only whole blocks make a cluster");
 
-// Whether lanes of a warp hold the same columns; the first kSide of them speak for all.
+// Whether lanes of a warp hold the same columns; the first kSide lanes speak for all.
 constexpr bool kShuffles = kSide < kWarpSize && is_power_of_two(kSide);
-// Numbers a column that are left for shared memory.
+// Numbers per column that remain for shared memory.
 constexpr int kPartials = kShuffles ? kNumThreads / kWarpSize : kDeep;
 static_assert(!kShuffles || kGroup % kWarpSize == 0 || kInWarp, "whole warps");
 
@@ -71,7 +67,7 @@ __device__ __forceinline__ void cluster_sync() {
   ptx::cluster_arrive();
   ptx::cluster_wait();
 }
-// Writes a number of this block where each block of the cluster looks for it.
+// Stores a number of this block in every block of the cluster.
 template <typename T> __device__ __forceinline__ void share(T* shared, T value) {
 #pragma unroll
   for (int rank = 0; rank < kCluster; ++rank) *ptx::in_block(shared, rank) = value;
@@ -85,12 +81,12 @@ template <typename T> __device__ __forceinline__ void share(T* shared, T value) 
 }
 #endif
 
-// How the columns of a tile are dealt to the threads side by side: each its
-// neighbouring kVector, or one after the other, which needs no alignment.
+// How the columns of a tile are distributed over the threads side by side: kVector
+// adjacent ones each, or interleaved, which needs no alignment.
 enum class deal { kVectors, kSingles };
 
-// The elements that a thread holds of one array. Pairs of 16 bits stay together in the
-// registers that they were read into: twice as many fit, and are taken apart when used.
+// A thread's elements of one array. Pairs of 16-bit numbers stay in the registers into
+// which they were loaded: twice as many fit, and they are unpacked when used.
 template <typename T, int kRows = kHeld,
           bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
 struct slots_t {
@@ -145,8 +141,8 @@ template <typename T, int kRows> struct slots_t<T, kRows, true> {
       for (int i = 0; i < kWords; ++i) pair[k][i] = bits | bits << 16;
     }
   }
-  // What was computed from the elements takes more registers than they do: the compiler
-  // is to compute it again.
+  // Values computed from the elements occupy more registers than these: makes the
+  // compiler recompute them.
   __device__ __forceinline__ void forget() {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
@@ -156,20 +152,20 @@ template <typename T, int kRows> struct slots_t<T, kRows, true> {
   }
 };
 
-// All rows of a thread: the first kHeld in registers, the others parked.
+// All rows of a thread: the first kHeld in registers, the others in shared memory.
 template <typename T> struct rows_t {
   slots_t<T> held;
   vector_t<T, kVector>* parked;  // row kHeld + k at parked[k * kNumThreads]
 
-  // Bytes of shared memory that a block needs to park.
+  // Bytes of shared memory per block for parked rows.
   static constexpr int kBytes = kParked * kNumThreads * int(sizeof(T)) * kVector;
 
   __device__ __forceinline__ explicit rows_t(void* memory)
       : parked(static_cast<vector_t<T, kVector>*>(memory) + threadIdx.x) {}
 
-  // f(slots, k, row) for each row of this thread: slots has it at k. Rows that are
-  // neighbours, the first of them even, have neighbouring k. If kWrites, what f leaves
-  // in the slots stays there.
+  // Calls f(slots, k, row) for each row of this thread, which is at k in slots.
+  // Adjacent rows, the first of them even, have adjacent k. With kWrites, f may modify
+  // the slots.
   template <bool kWrites, typename F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) f(held, k, k);
@@ -188,7 +184,7 @@ template <typename T> struct rows_t {
   }
 };
 
-// f(slots of a, slots of b, k, row) for each row of two arrays.
+// Calls f(slots of a, slots of b, k, row) for each row of two arrays.
 template <typename A, typename B, typename F>
 __device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
 #pragma unroll
@@ -203,7 +199,7 @@ __device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
   }
 }
 
-// Starts to copy a vector from global to shared memory.
+// Starts copying a vector from global to shared memory.
 template <typename T>
 __device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* from) {
 #if __CUDA_ARCH__ >= 800
@@ -214,14 +210,14 @@ __device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* f
 #endif
   *to = load_vector<kVector>(from);
 }
-// Waits for the copies that this thread has started.
+// Waits for the copies of this thread.
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   if constexpr (kParked > 0) ptx::wait_copies();
 #endif
 }
 
-// Tiles of a block are counted in an int, which the host sees to.
+// Tiles of a block are counted in an int; the host ensures that this suffices.
 template <bool kIsShort> struct tile_index {
   using type = int;
 };
@@ -264,17 +260,17 @@ __device__ __forceinline__ tile_index_t tile_step() {
   return tile_index_t(gridDim.x / kCluster) * kGroupsPerBlock;
 }
 
-// What one thread holds of a tile; the type of the problem's layout is a parameter,
-// since the kernels differ in their arrays. Row counts the rows of a column: an int
-// where all of them are on chip, else a long long.
+// A thread's part of a tile. The layout of the problem is a template parameter, since
+// kernels have different arrays. Row counts the rows of a column: int if all are on
+// chip, else long long.
 template <typename Layout, typename Row> struct place_t {
   const Layout& layout;
   deal how;
   tile_index_t slab;
   long long column;  // the first column of the tile
-  int columns;       // how many of them there are
+  int columns;       // number of columns
   Row row;           // the first row of this thread
-  int rows;          // and how many
+  int rows;          // number of rows
 
   __device__ __forceinline__ place_t(const Layout& layout, deal how, tile_index_t first)
       : layout(layout), how(how) {
@@ -286,7 +282,7 @@ template <typename Layout, typename Row> struct place_t {
     const long long left = layout.outer.size[OUTER_AXES - 1] - column;
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
-    // The blocks of a column, a cluster or not, take one piece of it each.
+    // The blocks of a column, in a cluster or not, take one piece of it each.
     const Row length = Row(layout.row_length);
     const int pieces = kSplits ? gridDim.y : kCluster;
     const Row piece = (length + pieces - 1) / pieces;
@@ -298,12 +294,13 @@ template <typename Layout, typename Row> struct place_t {
 
   static __device__ __forceinline__ int side() { return threadIdx.x % kGroup % kSide; }
 
-  // From the first column of the tile to slot j of this thread.
+  // Offset of slot j of this thread from the first column of the tile.
   __device__ __forceinline__ int offset(int j) const {
     return how == deal::kVectors ? side() * kVector + j : side() + j * kSide;
   }
 
-  // From the start of an array to this thread's first row, in the tile's first column.
+  // Offset of this thread's first row, in the tile's first column, from the array's
+  // start.
   __device__ __forceinline__ long long start(int array) const {
     long long at = row * layout.reduced.stride[array][0] +
                    column * layout.outer.stride[array][OUTER_AXES - 1];
@@ -317,7 +314,7 @@ template <typename Layout, typename Row> struct place_t {
     }
     return at;
   }
-  // From one row of this thread to the next.
+  // Offset from one row of this thread to the next.
   __device__ __forceinline__ long long step(int array) const {
     return kDeep * layout.reduced.stride[array][0];
   }
@@ -327,13 +324,13 @@ template <typename Layout, typename Row> struct place_t {
     return (kInWarp ? threadIdx.x % kGroup : threadIdx.x) < kSide;
   }
 
-  // Starts to load all rows of this thread; slots without one become `absent`.
+  // Starts to load all rows of this thread; empty slots become `absent`.
   template <typename T>
   __device__ __forceinline__ void load(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
     p += start(array);
     if (how == deal::kVectors && rows >= kSlots && offset(0) < columns) {
-      // Nothing is missing: no instruction between the loads but addresses.
+      // All rows exist: only address arithmetic between the loads.
       const long long step = this->step(array);
       p += offset(0);
 #pragma unroll
@@ -351,7 +348,7 @@ template <typename Layout, typename Row> struct place_t {
     load_rows(to.held, p, array, 0, rows < kHeld ? rows : kHeld);
   }
 
-  // `rows` rows, from the one with number `first` of this thread; p is at its start.
+  // Loads `rows` rows of this thread, from row number `first` on; p is at the first.
   template <typename T>
   __device__ __forceinline__ void load_rows(slots_t<T>& held, const T* p, int array,
                                             int first, int rows) const {
@@ -371,22 +368,22 @@ template <typename Layout, typename Row> struct place_t {
           const int i = offset(j);
           if (k < rows && i < columns) held.set(k, j, p[i + k * step]);
         }
-        // Else more of them would be under way than there are registers.
+        // Limits loads in flight, and registers.
         if (sizeof(T) < 4) ptx::compiler_fence();
       }
     }
   }
 
   // Calls visit(write), which calls write(row, value) for rows of this thread; value(j)
-  // is what goes to column j. The two ways stay apart: where they meet, the compiler
-  // takes the vectors to pieces.
+  // goes to column j. The two branches stay separate: where they merge, the compiler
+  // would split the vectors.
   template <typename T, typename Visit>
   __device__ __forceinline__ void store_each(T* p, int array, Visit visit) const {
     store_from(p + start(array), array, rows, visit);
   }
 
-  // Writes value(k, j) into `rows` rows, from the one with number `first` of this
-  // thread; p is at its start.
+  // Stores value(k, j) to `rows` rows of this thread, from row number `first` on; p is
+  // at the first.
   template <typename T, typename Value>
   __device__ __forceinline__ void store_rows(T* p, int array, int first, int rows,
                                              Value value) const {
@@ -399,7 +396,7 @@ template <typename Layout, typename Row> struct place_t {
   }
 
  private:
-  // Rows [0, rows), as store_each.
+  // Rows [0, rows), as in store_each.
   template <typename T, typename Visit>
   __device__ __forceinline__ void store_from(T* p, int array, int rows,
                                              Visit visit) const {
@@ -425,7 +422,7 @@ template <typename Layout, typename Row> struct place_t {
     }
   }
 
-  // The rows after the first kHeld; p is at the first.
+  // Parks the rows after the first kHeld; p is at the first.
   template <typename T>
   __device__ __forceinline__ void park(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
@@ -447,7 +444,7 @@ template <typename Layout, typename Row> struct place_t {
   }
 };
 
-// Whether an array can be read and written in vectors of neighbouring columns.
+// Whether an array can be accessed in vectors of adjacent columns.
 template <typename T, typename Layout>
 __device__ __forceinline__ bool takes_vectors(const T* p, const Layout& layout,
                                               int array) {
@@ -464,7 +461,7 @@ __device__ __forceinline__ bool takes_vectors(const T* p, const Layout& layout,
 // One number for each column of the tile from each part of the block.
 template <typename T> using partials_t = T[kPartials][kColumns];
 
-// Combines over the lanes of this warp that hold the same columns.
+// Reduces over the lanes of this warp that hold the same columns.
 template <typename T, typename Combine>
 __device__ __forceinline__ void combine_in_warp(T (&value)[kVector], Combine combine) {
   if constexpr (kShuffles) {
@@ -479,15 +476,15 @@ __device__ __forceinline__ void combine_in_warp(T (&value)[kVector], Combine com
   }
 }
 
-// Combines over the warp and writes what is left; a barrier has to follow. At each step
-// of a warp two lanes share their columns among them, as long as they have several.
+// Reduces over the warp and stores what remains; a barrier must follow. As long as a
+// lane has several columns, each step lets two lanes divide their columns.
 template <typename T, typename Combine>
 __device__ __forceinline__ void write_partials(partials_t<T>& partials,
                                                T (&value)[kVector], Combine combine) {
   const int side = threadIdx.x % kSide;
   if constexpr (kShuffles) {
     const int lane = threadIdx.x % kWarpSize;
-    int first = 0, left = kVector;  // the columns of this lane
+    int first = 0, left = kVector;  // columns of this lane
     bool writes = true;
 #pragma unroll
     for (int offset = kSide; offset < kWarpSize; offset *= 2) {
@@ -518,7 +515,7 @@ __device__ __forceinline__ void write_partials(partials_t<T>& partials,
   }
 }
 
-// Combines the partial numbers of one column.
+// Reduces the partial numbers of one column.
 template <typename T, typename Combine>
 __device__ __forceinline__ T combine_partials(const partials_t<T>& partials, int column,
                                               Combine combine) {
@@ -544,7 +541,7 @@ __device__ __forceinline__ T combine_partials(const partials_t<T>& partials, int
   return sum_of_partials(partials, column);
 }
 
-// A thread sums few terms here: double is enough for double, and float for 16 bits.
+// A thread sums few terms here: double suffices for double, and float for 16 bits.
 template <bool kIsCoarse> struct part {
   using type = double;
 };

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// What kernels share that hold their part of a row in registers.
+// Shared by kernels that hold their part of a row in registers.
 //
 // Parameters as in softmax/detail/params.cuh
-//            PARKED   as in softmax/detail/row_tile.cuh, if part of a row may be parked
+//            PARKED   as in softmax/detail/row_tile.cuh, if a row may be parked
 #pragma once
 
 #include "ptx/max.cuh"
@@ -17,24 +17,24 @@ constexpr bool kParks = PARKED > 0;
 constexpr bool kParks = false;
 #endif
 
-// How the exponentials of a row are computed: as score_t has it; of doubles by a warp
-// together, by a table in its lanes, with 25 instructions on doubles where exp() takes
-// 35 (log_softmax has registers for it only where part of the row is parked); of floats
-// with 18 instructions where exp() of an exact difference takes 25.
+// How the exponentials of a row are computed: kOfScore as in score_t; kByTable for
+// doubles, by a warp together with a table in its lanes, in 25 float64 instructions
+// where exp() takes 35 (log_softmax has registers for it only with parked elements);
+// kOfFloats in 18 instructions where exp() of an exact difference takes 25.
 enum class exps { kOfScore, kByTable, kOfFloats };
 constexpr bool kHasTable = kSame<x_t, double> && !kHasWhere && (!kLog || kParks);
 constexpr exps kExps = kSame<acc_t, float>
                            ? (kCoarse ? exps::kOfScore : exps::kOfFloats)
                            : (kHasTable ? exps::kByTable : exps::kOfScore);
-// Whether a sum may miss a NaN or an infinity, of which the largest score knows.
+// Whether a sum may miss a NaN or infinity that the maximum sees.
 constexpr bool kSumIsBlind = kSame<acc_t, float>;
 
 template <typename T>
 constexpr bool kHasInfinity =
     kSame<T, float> || kSame<T, double> || kSame<T, half_t> || kSame<T, bfloat16_t>;
 
-// What slots beyond the row are filled with: a score of -inf adds nothing to it. A type
-// without infinities takes 0, and has to be told apart.
+// Value of slots beyond the row: -inf adds nothing. Types without infinities use 0, and
+// must track which slots are valid.
 template <typename T> __device__ __forceinline__ T padding() {
   if constexpr (kHasInfinity<T>) {
     return to<T>(-infinity<float>());
@@ -43,8 +43,8 @@ template <typename T> __device__ __forceinline__ T padding() {
   }
 }
 
-// The sum of what one thread holds, and of all threads of a row: exact enough that the
-// order, which depends on strides and alignment, leaves no trace in the result.
+// The sum of one thread's elements, and of all threads of a row: accurate enough that
+// the order, which depends on strides and alignment, does not show in the result.
 using part_t = few<acc_t>::type;
 
 __device__ __forceinline__ double as_term(acc_t e) {

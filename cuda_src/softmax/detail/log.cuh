@@ -6,7 +6,7 @@
 
 namespace detail {
 
-// The power k of l = 2^k f with sqrt(1/2) <= f < sqrt(2), and f.
+// The exponent k of l = 2^k f with sqrt(1/2) <= f < sqrt(2), and f.
 __device__ __forceinline__ int power_of(float l, float& f) {
   const int k = (__float_as_int(l) - 0x3f3504f3) >> 23;
   f = __int_as_float(__float_as_int(l) - (k << 23));
@@ -20,11 +20,11 @@ __device__ __forceinline__ int power_of(double l, double& f) {
 
 }  // namespace detail
 
-// log(l) as k log(2) + log(f), wrong by no more than log(f), which is less than 0.35 in
-// size. Half a unit of a log of 8 is four units of 1; with the roundings that follow,
-// it would be more than a result of log_softmax may be wrong by.
+// log(l) as k log(2) + log(f), with an error no larger than that of log(f), whose
+// magnitude is below 0.35. Half an ulp of a log near 8 would be four ulp near 1: with
+// the roundings that follow, more than the error bound of log_softmax.
 template <typename T> __device__ __forceinline__ pair_t<T> log_in_parts(T l) {
-  // The first digits of log(2), so few that their product with k is exact.
+  // The leading digits of log(2), so few that their product with k is exact.
   constexpr T kHigh = sizeof(T) == 4 ? T(0x1.62ep-1) : T(0x1.62e42feep-1);
   constexpr T kLow = T(sizeof(T) == 4 ? kLn2 - double(kHigh) : 1.9082149292705877e-10);
   T f;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// What logsumexp by one read shares: the problem, and its sums.
+// Shared by one-pass logsumexp: the problem, and its sums.
 //
 // Parameters A_T, OUT_T   element types of a, and of out and sign
-//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+//            OUTER_AXES, REDUCED_AXES   number of axes of each kind
 #pragma once
 
 #include "common/strides.cuh"
@@ -21,7 +21,7 @@ using partial_t = stored_sum_t<acc_t>;
 
 enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
 
-// The problem, as packed by the host.
+// The problem, packed by the host.
 struct layout_t {
   long long num_rows, row_length;
   long long returns_sign;

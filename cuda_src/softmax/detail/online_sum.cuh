@@ -1,40 +1,40 @@
 // SPDX-License-Identifier: MIT
-// The running sum of exponentials: one read, no overflow, whatever comes.
+// The online sum of exponentials: one pass, no overflow, for any input.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "softmax/detail/sum.cuh"
 
-// How differences of scores are taken: of scores that are numbers themselves.
+// Differences of scores, for scores that are plain numbers.
 struct plain_t {
   // exp(x - m), with 0 where both are -inf.
   __device__ __forceinline__ double exp_diff(double x, double m) const {
     return ::exp_diff(x, m);
   }
-  // Whether a score is so far above m.
+  // Whether a score exceeds m by more than `slack`.
   template <typename T>
   __device__ __forceinline__ bool is_above(T x, T m, double slack) const {
     return x > m + T(slack);
   }
 };
 
-// l = sum of weight * exp(score - m) over what was seen. m follows the largest finite
-// score in steps: it moves only when a score is more than kSlack above it. Each move
-// rounds l, and in a row of rising scores the moves of the plain recurrence would add
-// up to more than all other errors.
+// l = sum of weight * exp(score - m) so far. m follows the largest finite score in
+// steps: it moves only when a score exceeds it by more than kSlack. Each move rounds l,
+// and for rising scores the moves of the plain recurrence would add up to more than all
+// other errors.
 template <typename T> struct running_t {
-  static constexpr double kSlack = 8;  // exp(8) = 2981: no danger to any sum
+  static constexpr double kSlack = 8;  // exp(8) = 2981 cannot overflow a sum
 
   T m = -infinity<T>();
   sum_t l;
 
-  // What is to be subtracted from a score.
+  // What must be subtracted from a score.
   __device__ __forceinline__ T shift() const { return shift_by(m); }
 
   // Moves m up to `larger`.
   template <typename Keys = plain_t>
   __device__ __forceinline__ void rescale(T larger, Keys keys = Keys()) {
-    // An infinite l (of a score or weight that is infinite) stays what it is.
+    // An infinite l (from an infinite score or weight) is kept.
     if (is_finite(l.value)) {
       const double factor = keys.exp_diff(double(m), double(larger));
       l.value *= factor;
@@ -43,7 +43,7 @@ template <typename T> struct running_t {
     m = larger;
   }
 
-  // Takes in another sum. Of many, one after the other, less is lost than by merge_t.
+  // Adds another sum. For many sums in sequence, this loses less than merge_t.
   template <typename Keys = plain_t>
   __device__ __forceinline__ void take(running_t other, Keys keys = Keys()) {
     if (m < other.m) rescale(other.m, keys);
@@ -51,15 +51,15 @@ template <typename T> struct running_t {
     l += other.l.value;
   }
 
-  // Makes room for scores, of which `largest` is the largest finite one.
+  // Makes room for scores whose largest finite one is `largest`.
   template <typename Keys = plain_t>
   __device__ __forceinline__ void see(T largest, Keys keys = Keys()) {
     if (keys.is_above(largest, m, kSlack)) rescale(largest, keys);
   }
 };
 
-// The sum over what either has seen. The one with the larger m is not scaled, so that
-// the result is the same bits whichever comes first.
+// The sum of both. The one with the larger m is not scaled, so that the result has the
+// same bits in either order.
 template <typename Keys = plain_t> struct merge_t {
   Keys keys;
 

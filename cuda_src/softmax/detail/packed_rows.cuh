@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Spans of memory that hold many short rows, which lie back to back.
+// Spans of memory that hold many short contiguous rows.
 //
 // Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-//            SPAN_ROWS   rows that a block has at a time
-//            HELD        elements of a row that a thread has
-//            APART       rows of a warp lie so many rows apart
+//            SPAN_ROWS   rows per block at a time
+//            HELD        elements of a row per thread
+//            APART       distance between the rows of a warp
 #pragma once
 
 #include "common/vector.cuh"
@@ -19,13 +19,13 @@ static_assert(kNumThreads / kWarpSize % kApart == 0);
 static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
 static_assert(kLanes <= kWarpSize);
 
-// Bytes of the rows' T's in shared memory: a vector besides for the phase at the start,
-// and one for the end to be whole.
+// Bytes of shared memory for the rows: one more vector for the phase at the start, and
+// one to round up the end.
 template <typename T>
 constexpr int kSpanBytes = kSpanRows * kLanes * HELD * int(sizeof(T)) / 16 * 16 + 32;
 
-// A span of T's in shared memory, at the phase that it has in global memory: aligned
-// vectors there are aligned vectors here.
+// A span in shared memory, with the alignment phase that it has in global memory:
+// aligned vectors there are aligned vectors here.
 template <typename T> struct span_t {
   static constexpr int kVector = 16 / sizeof(T);
   T* global;
@@ -38,7 +38,8 @@ template <typename T> struct span_t {
     shared = static_cast<T*>(buffer) + phase;
   }
 
-  // f(i) for the first elements of whole vectors, g(i) for elements outside of them.
+  // Calls f(i) for the first elements of whole vectors, g(i) for elements outside of
+  // them.
   template <typename F, typename G>
   __device__ __forceinline__ void each(F f, G g) const {
     const int head = min((kVector - phase) % kVector, length);
@@ -49,7 +50,7 @@ template <typename T> struct span_t {
     if (threadIdx.x < length - tail) g(tail + threadIdx.x);
   }
 
-  // Starts to load; all that did so wait with wait_for_span().
+  // Starts to load; all threads that did must call wait_for_span().
   __device__ __forceinline__ void load() const {
     each([&](int i) { copy(shared + i, global + i); },
          [&](int i) { shared[i] = global[i]; });
@@ -69,8 +70,8 @@ template <typename T> struct span_t {
   }
 };
 
-// The row of this thread's lanes among those that a block has at a time. Rows of a warp
-// lie kApart rows apart, so that their elements are in different banks.
+// The row of this thread's lanes among those of the block. Rows of a warp are kApart
+// rows apart, so that their elements lie in different banks.
 __device__ __forceinline__ int row_of_group() {
   constexpr int kOfWarp = kWarpSize / kLanes;
   const int warp = threadIdx.x / kWarpSize;
@@ -78,15 +79,15 @@ __device__ __forceinline__ int row_of_group() {
   return warp / kApart * (kApart * kOfWarp) + in_warp * kApart + warp % kApart;
 }
 
-// Waits for the spans that this thread has started to load.
+// Waits for the spans that this thread loads.
 __device__ __forceinline__ void wait_for_span() {
 #if __CUDA_ARCH__ >= 800
   ptx::wait_copies();
 #endif
 }
 
-// Whether a lane has its element j of a row, of which `left` are left from its first
-// on: every kLanes-th, and of all but the last each lane has one.
+// Whether a lane has an element j, with `left` elements of the row from its first on:
+// it has every kLanes-th, and all lanes have all but the last.
 __device__ __forceinline__ bool has_element(int j, int left) {
   return j + 1 < HELD || j * kLanes < left;
 }

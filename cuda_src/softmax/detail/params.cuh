@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// The numbers of softmax and log_softmax: the problem, a score, the last step.
+// Parameters of softmax and log_softmax: the problem, a score, the last step.
 //
 // Parameters X_T, OUT_T     element types of x and out
 //            LOG            1 for log_softmax
-//            HAS_WHERE      1 if a mask says which elements take part
+//            HAS_WHERE      1 if a mask selects elements
 //            SCALED         1 if x is multiplied by a scale first
-//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+//            OUTER_AXES, REDUCED_AXES   number of axes of each kind
 //            ACC_T          as in softmax/detail/sum.cuh
 #pragma once
 
@@ -22,24 +22,24 @@ using x_t = X_T;
 using out_t = OUT_T;
 constexpr bool kLog = LOG, kHasWhere = HAS_WHERE, kScaled = SCALED;
 
-// Where the result is rounded to 16 bits, so are the errors of cheaper exponentials.
+// With 16-bit results, rounding hides the errors of cheaper exponentials.
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 
 enum { kX, kWhere, kOut, kNumArrays };
 
-// The problem, as packed by the host.
+// The problem, packed by the host.
 struct layout_t {
   long long num_rows, row_length;
   double scale;
-  // scale * (x - m) = factor * (key_factor * x - key_factor * m): key_factor is 0 or,
-  // up to its sign, a power of two that is at most 1, which rounds nothing.
+  // scale * (x - m) = factor * (key_factor * x - key_factor * m). key_factor is 0 or,
+  // up to its sign, a power of two of at most 1, which is exact.
   double key_factor, factor;
   double unit, unit_rest;  // factor * log2(e) = unit (1 + unit_rest); unit as an acc_t
   axes_t<OUTER_AXES, kNumArrays> outer;      // over the rows
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // over the elements of a row
 };
 
-// What differences of keys are multiplied by, to twice the digits of T.
+// The factor of differences of keys, to twice the digits of T.
 template <typename T, bool kIsOne> struct factor_t {
   static constexpr T high = 1;
 
@@ -64,13 +64,13 @@ template <typename T> struct factor_t<T, false> {
   }
 };
 
-// exp(score - m) = 2^(high (1 + rest) d) of an exact difference d of keys: the scale is
-// part of what exponents are multiplied by anyway, and costs nothing there.
+// exp(score - m) = 2^(high (1 + rest) d) for an exact difference d of keys: the scale
+// becomes part of the factor of the exponent and costs nothing.
 template <typename T, bool kIsOne> struct unit_t {
-  static constexpr double kLog2eLow = 2.0355273740931033e-17;  // what kLog2e lacks
+  static constexpr double kLog2eLow = 2.0355273740931033e-17;  // rest of kLog2e
   static constexpr T high = T(kLog2e);
   static constexpr T rest = T((kLog2e - double(high) + kLog2eLow) / double(high));
-  static constexpr T lowest = T(-126.4) * T(kLn2);  // below, subnormal floats
+  static constexpr T lowest = T(-126.4) * T(kLn2);  // below, floats are subnormal
 
   unit_t() = default;
   __device__ __forceinline__ explicit unit_t(const layout_t&) {}
@@ -86,9 +86,9 @@ template <typename T> struct unit_t<T, false> {
 };
 using exp_unit_t = unit_t<acc_t, !kScaled>;
 
-// A score, scale * x, as a key: the scale multiplies differences of keys, which are
-// exact. It would be the rounding of the product else that exp sees: at a score of 80
-// a relative error of 5e-6 in float, and of scores beyond 2^53 nothing is left.
+// A score, scale * x, represented by a key: the scale multiplies differences of keys,
+// which are exact. Otherwise exp would see the rounding error of the product: at a
+// score of 80 a relative error of 5e-6 in float, and beyond 2^53 no correct digits.
 struct score_t {
   acc_t key;
   factor_t<acc_t, !kScaled> factor;
@@ -97,34 +97,34 @@ struct score_t {
   __device__ __forceinline__ score_t(acc_t x, const layout_t& layout)
       : key(kScaled ? rounded_product(x, acc_t(layout.key_factor)) : x),
         factor(layout) {}
-  // Of an element that takes no part: exp of it is 0.
+  // For a masked element: its exp is 0.
   static __device__ __forceinline__ score_t absent(const layout_t& layout) {
     score_t score(0, layout);
     score.key = -infinity<acc_t>();
     return score;
   }
 
-  // Score less that of key m.
+  // Score minus that of key m.
   __device__ __forceinline__ pair_t<acc_t> minus(acc_t m) const {
     return factor * exact_sum(key, -m);
   }
 
-  // exp of that
+  // exp of the same.
   __device__ __forceinline__ acc_t exp_minus(acc_t m) const {
     if constexpr (kCoarse) return exp_fast(factor * (key - m));
     return exp_of(minus(m));
   }
 
-  // The score as a number and what its rounding took.
+  // The score as a number and its rounding error.
   __device__ __forceinline__ pair_t<acc_t> value() const {
     pair_t<acc_t> product = factor * pair_t<acc_t>{key, 0};
-    // Past 2^24 (float) neighbouring scores are further apart than exp can see.
+    // Beyond 2^24 (float) neighbouring scores are further apart than exp can resolve.
     if (!(abs_of(product.low) <= acc_t(1))) product.low = 0;
     return product;
   }
 };
 
-// How differences of keys are taken (softmax/detail/online_sum.cuh).
+// Differences of keys (softmax/detail/online_sum.cuh).
 struct keys_t {
   factor_t<double, !kScaled> factor;
   exp_unit_t unit;
@@ -134,11 +134,11 @@ struct keys_t {
   __device__ __forceinline__ double exp_diff(double x, double m) const {
     return x == -infinity<double>() ? 0 : exp_of(factor * (x - m));
   }
-  // The same to the last digits, of x that is finite.
+  // The same to the last digits, for finite x.
   __device__ __forceinline__ double exp_diff_exact(double x, double m) const {
     return exp_of(factor * exact_sum(x, -m));
   }
-  // Whether the score of a key is so far above that of m.
+  // Whether the score of key x exceeds that of m by more than `slack`.
   template <typename T>
   __device__ __forceinline__ bool is_above(T x, T m, double slack) const {
     if constexpr (kScaled) return T(factor.high) * (x - m) > T(slack);
@@ -146,12 +146,12 @@ struct keys_t {
   }
 };
 
-// What an element that takes no part becomes.
+// The result for a masked element.
 __device__ __forceinline__ acc_t unselected() {
   return kLog ? -infinity<acc_t>() : acc_t(0);
 }
 
-// The last step, as SciPy has it: exp(s - m) / l, or (s - m) - log l.
+// The last step, as in SciPy: exp(s - m) / l, or (s - m) - log l.
 struct finish_t {
   acc_t m;
   acc_t inverse;          // softmax: 1 / l; NaN if the row holds +inf, NaN or only -inf
@@ -159,17 +159,18 @@ struct finish_t {
 
   finish_t() = default;
 
-  // For float a Newton step is enough, and a quarter of a division.
+  // For float a Newton step suffices, and costs a quarter of a division.
   static __device__ __forceinline__ acc_t quotient(double weight, double l) {
     if constexpr (sizeof(acc_t) == sizeof(double)) return weight / l;
     const double guess = 1.0f / float(l);
     return acc_t(weight * fma(fma(-l, guess, 1.0), guess, guess));
   }
 
-  // `weight` is exp(m' - m) where the exponentials at hand are those of s - m'.
+  // `weight` is exp(m' - m) if the available exponentials are those of s - m'.
   __device__ __forceinline__ finish_t(acc_t m, double l, double weight = 1) : m(m) {
     if constexpr (kLog) {
-      // log(high) + low / high: a float log, without losing what l has beyond float.
+      // log(high) + low / high: a float log without losing the digits of l beyond
+      // float.
       const acc_t high = acc_t(l);
       const pair_t<acc_t> log_of_high =
           kCoarse ? pair_t<acc_t>{log_of(high), 0} : log_in_parts(high);

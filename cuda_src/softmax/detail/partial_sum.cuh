@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Sums of a row or column that several blocks share: what each finds, the last step.
+// Sums of a row or column that several blocks share: partial sums and the last step.
 //
 // Parameters as in softmax/detail/params.cuh
 #pragma once
@@ -9,18 +9,18 @@
 #include "softmax/detail/online_sum.cuh"
 #include "softmax/detail/params.cuh"
 
-// What a block tells the others of its part of a row: the sum is l exp(m), for a key m.
+// A block's part of a row: the sum is l exp(m), for a key m.
 struct partial_t {
   double l;
   double m;
 };
 
-// Sums in powers of two take fewer instructions than those of softmax_online. Doubles
-// need the last digit that they may lose.
+// Sums in powers of two take fewer instructions than those of softmax_online. Not for
+// doubles, which would lose their last digit.
 constexpr bool kSumsPowers = sizeof(acc_t) == 4;
 using powers_t = power_sum_t<acc_t, kCoarse>;
 
-// Sees and adds some scores.
+// Adds some scores, moving the unit first if needed.
 template <int kCount>
 __device__ __forceinline__ void take_scores(powers_t& sum, const score_t (&s)[kCount],
                                             keys_t keys) {
@@ -50,20 +50,20 @@ __device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
   for (int e = 0; e < kCount; ++e) sum.l += s[e].exp_minus(sum.shift());
 }
 
-// As a sum l exp(m), where m is at least that of the sum.
+// l for a common m, which is at least that of the sum.
 __device__ __forceinline__ double scaled_to(const partial_t& sum, double m,
                                             keys_t keys) {
   if (sum.m == m || !is_finite(sum.l)) return sum.l;
   return sum.m == -infinity<double>() ? 0 : sum.l * keys.exp_diff_exact(sum.m, m);
 }
 
-// Whether a sum in powers of two is one, and what is told of it.
+// Whether a sum in powers of two is valid, and its published form.
 __device__ __forceinline__ bool is_sum(const powers_t& sum) {
   return abs_of(sum.top) <= powers_t::kLargestTop;
 }
 __device__ __forceinline__ partial_t partial_of(const powers_t& sum, keys_t keys) {
   if constexpr (kScaled) {
-    // A key whose score is about the largest one.
+    // A key whose score is close to the largest one.
     const double m = acc_t(sum.top / keys.factor.high);
     const pair_t<double> top = keys.factor * pair_t<double>{m, 0};
     return {sum.l.value * powers_t::power_about(sum.shift, top.high), m};
@@ -74,7 +74,7 @@ __device__ __forceinline__ partial_t partial_of(const running_t<acc_t>& sum, key
   return {sum.l.value, double(sum.m)};
 }
 
-// What was told, as a sum that can be merged with others.
+// A published sum in a form that can be merged with others.
 __device__ __forceinline__ running_t<acc_t> sum_of(const partial_t& partial) {
   running_t<acc_t> sum;
   sum.l.value = partial.l;
@@ -89,7 +89,7 @@ struct finish_in_powers_t {
   float inverse;
 
   finish_in_powers_t() = default;
-  // Of a sum l exp(m).
+  // For a sum l exp(m).
   __device__ __forceinline__ finish_in_powers_t(double l, float m) : power(m) {
     // In units of 2^unit.
     const double weight = power_sum_t<float, false>::power_about(int(power.unit), m);

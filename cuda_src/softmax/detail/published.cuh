@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Numbers that blocks of one launch publish for each other through words of memory.
+// Numbers that blocks of one launch publish to each other through global memory.
 //
-// Each word says by itself whether it has been published, so that nothing else has to
-// be ordered. A launch before clears them.
+// Each word tells by itself whether it has been published, so no ordering is needed. An
+// earlier launch clears them.
 #pragma once
 
 #include "ptx/relaxed.cuh"
@@ -15,7 +15,7 @@ struct published_t {
     constexpr unsigned long long kNaN = 0x7ffull << 52 | 1ull << 51;
     ptx::store_relaxed(word, x == x ? __double_as_longlong(x) : kNaN);
   }
-  // Waits until it has been published.
+  // Waits until the word is published.
   static __device__ __forceinline__ double read(const unsigned long long* word) {
     unsigned long long bits;
     do {

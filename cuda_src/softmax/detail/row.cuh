@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the rungs of the ladder share: a row of the problem.
+// Shared by the kernels of the ladder: a row of the problem.
 //
 // Parameters as in softmax/detail/params.cuh
 //            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
@@ -17,7 +17,7 @@ struct row_t {
   long long length;
 
   // The row of this thread's group when the block is at row `block_row`. Past the last
-  // row it has no elements: its threads still take part in the reductions.
+  // row it is empty: its threads still take part in reductions.
   __device__ __forceinline__ row_t(const x_t* x, const bool* where, out_t* out,
                                    const layout_t& layout, long long block_row)
       : layout(layout) {
@@ -29,22 +29,22 @@ struct row_t {
     length = row < layout.num_rows ? layout.row_length : 0;
   }
 
-  // Where element i lies in one of the arrays, from the start of the row.
+  // Offset of element i in one of the arrays, from the start of the row.
   __device__ __forceinline__ long long offset(int array, long long i) const {
     return locate(layout.reduced, i).of[array];
   }
-  // The same, of a row that is held on chip.
+  // The same, for a row that is held on chip.
   __device__ __forceinline__ long long near_offset(int array, int i) const {
     return locate_in_row(layout.reduced, array, i);
   }
-  // Whether element i takes part.
+  // Whether element i is selected by the mask.
   __device__ __forceinline__ bool selected(long long i) const {
     return !kHasWhere || where[offset(kWhere, i)];
   }
   __device__ __forceinline__ acc_t load(long long i) const {
     return to<acc_t>(x[offset(kX, i)]);
   }
-  // Also beyond the row, where nothing takes part.
+  // Also defined beyond the row, where nothing is selected.
   __device__ __forceinline__ score_t score(long long i) const {
     return i < length && selected(i) ? score_t(load(i), layout)
                                      : score_t::absent(layout);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Exponentials of the scores of a row that is held on chip, and their sum.
+// Exponentials of the scores of a row held on chip, and their sum.
 #pragma once
 
 #include "softmax/detail/thread_group.cuh"
@@ -30,7 +30,7 @@ template <> struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
   __device__ __forceinline__ explicit row_exp_t(float m, exp_unit_t unit = exp_unit_t())
       : row_exp_t<exps::kOfScore>(m), unit(unit) {}
 
-  // exp(score - m), for score <= m; of NaN anything, since m knows of it
+  // exp(score - m), for score <= m; undefined for NaN, which m reveals
   template <typename S> __device__ __forceinline__ float operator()(S score) const {
     const pair_t<float> d = difference(score);
     const float rounded = fma_of(d.high, unit.high, range::kRound);
@@ -42,8 +42,9 @@ template <> struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
   }
 
  private:
-  // key - m, exactly. Two operations find what a sum has lost if it is known which of
-  // the two is larger in size: as key <= m, the smaller one of key and -m.
+  // key - m, exactly. If it is known which operand is larger in magnitude, two
+  // operations suffice for the rounding error: as key <= m, the smaller one of key and
+  // -m.
   template <typename S>
   __device__ __forceinline__ pair_t<float> difference(S score) const {
     const float larger = fminf(score.key, -m), smaller = fmaxf(score.key, -m);
@@ -54,8 +55,8 @@ template <> struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
 
 template <> struct row_exp_t<exps::kByTable> {
   static constexpr bool kTogether = true;
-  // The largest exponential is 2^kRoom, so that all whose quotient is not 0 are normal
-  // numbers. As results are quotients, it falls out of them.
+  // The largest exponential is 2^kRoom, so that all with a nonzero quotient are normal
+  // numbers. The factor cancels in quotients.
   static constexpr int kRoom = 512;
   static constexpr int kCount = roots_t<double>::kCount;
   static constexpr double kRound = detail::range<double>::kRound;
@@ -78,8 +79,8 @@ template <> struct row_exp_t<exps::kByTable> {
     const double e = roots.exp2_of(fma(low, high, f), rounded);
     return rounded < kRound - kCount * 1020 ? 0 : e;
   }
-  // A sum that begins above all exponentials has the larger part in each addition, and
-  // what that rounds away takes three instructions.
+  // A sum that starts above all exponentials is the larger operand of every addition,
+  // so that its rounding error takes three instructions.
   static __device__ __forceinline__ double start() {
     return __hiloint2double((1023 + kRoom + 2) << 20, 0);
   }
@@ -90,7 +91,7 @@ template <> struct row_exp_t<exps::kByTable> {
     sum.high = high;
   }
   static __device__ __forceinline__ wide_sum_t sum_of(wide_sum_t sum) {
-    sum.high -= start();  // exact: both are multiples of one power of two
+    sum.high -= start();  // exact: both are multiples of the same power of two
     if constexpr (kLog) {
       const double unit = __hiloint2double((1023 - kRoom) << 20, 0);
       sum.high *= unit;

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT
-// What logsumexp of rows shares: the problem, a log to the last digit, the results.
+// Shared by logsumexp of rows: the problem, an accurate log, the results.
 //
-// Parameters KEEPS               1 if L2 is to keep the results rather than what is
-//                                read: written among reads, they cost several times
-//                                their bytes
+// Parameters KEEPS               1 if L2 should keep the results rather than the input:
+//                                writes between reads cost several times their bytes
 //            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 //            and those of softmax/detail/log_params.cuh
 #pragma once
@@ -15,9 +14,9 @@
 
 constexpr bool kKeeps = KEEPS;
 
-// The log of the row's sum to the last digit, whatever it is: the largest score plus
-// log1p of all the rest, which never meets the 1 that it is small against. All lanes of
-// a row call it, and of a warp where they are more than one.
+// Accurate log of the row's sum, for any values: the largest score plus log1p of all
+// other terms, which are never added to the 1 that would swallow them. Called by all
+// lanes of a row, and of a warp if these are more.
 __device__ __noinline__ double careful_log(const a_t* a, long long length) {
   double m = -infinity<double>();
   for (long long i = lane(); i < length; i += kLanes) {

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT
 // Rows that stream through the shared memory of many multiprocessors.
 //
-// All blocks run at once, one on a multiprocessor. A group of them shares a row, and
-// takes one row after another. What a thread has of its rows passes through its places
-// in a ring in shared memory, a step at a time:
+// All blocks are resident, one per multiprocessor. A group of blocks shares a row, and
+// takes one row after another. A thread's elements pass through its slots of a ring in
+// shared memory, one step at a time:
 //
 //     load (kAhead + 1 steps earlier)  ->  sum  ->  write (kLag steps later)
 //
-// At every moment a block writes one row, sums the next one and loads what follows, so
-// that memory never waits for arithmetic nor for another block. When a thread has
-// summed its last step of a row, its block tells the group; the steps of the row that
-// are still to come before the first is written hide the way of that news.
+// At any time a block writes one row, sums the next and loads what follows, so that
+// memory never waits for arithmetic or for another block. When a thread has summed its
+// last step of a row, its block publishes the sum; the steps that remain before the
+// first write hide the latency of that exchange.
 //
-// Parameters RING     steps that the ring has places for
-//            AHEAD    steps whose loads may be under way while another is summed
+// Parameters RING     steps that the ring holds
+//            AHEAD    steps that may be loading while another is summed
 //            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
 //            LANES threads
 // Grid       (blocks of a group, groups)
@@ -31,13 +31,13 @@ constexpr int kRing = RING, kAhead = AHEAD;
 constexpr int kLag = kRing - 1 - kAhead;
 static_assert(kAhead >= 1 && kLag >= 1, "a step is loaded before it is summed");
 
-// Steps that a row of so many elements takes, whatever its start: at most kLag + 1.
+// Steps of a row of this length, whatever its alignment: at most kLag + 1.
 template <int kVector> __device__ __forceinline__ int num_steps(long long length) {
   const long long at_once = (long long)gridDim.x * kLanes;
   return int((length / kVector + at_once - 1) / at_once) + (length < kVector);
 }
 
-// Where the threads of a block are, in the steps of the rows of their group.
+// Position of the threads of a block in the steps of the rows of their group.
 struct walk_t {
   long long row;
   long long vector;  // of this thread, in the row
@@ -46,7 +46,7 @@ struct walk_t {
 
   __device__ __forceinline__ walk_t() : row(blockIdx.y), vector(first()) {}
 
-  // Goes on by a step; whether it came to a new row.
+  // Advances by a step; returns whether a new row starts.
   __device__ __forceinline__ bool next(int steps) {
     slot = slot + 1 == kRing ? 0 : slot + 1;
     vector += (long long)gridDim.x * kLanes;
@@ -61,14 +61,14 @@ struct walk_t {
   }
 };
 
-// What the blocks of a group publish for each other: two numbers a row and block.
+// What the blocks of a group publish: two numbers per row and block.
 struct board_t {
   unsigned long long* words;  // (num_rows, blocks of a group, 2)
 
   __device__ __forceinline__ unsigned long long* of(long long row, int block) const {
     return words + (row * gridDim.x + block) * 2;
   }
-  // Before anything is published: by a launch of its own, of a grid of as many columns.
+  // Resets the words; run by an earlier launch with as many columns of blocks.
   __device__ __forceinline__ void clear(long long num_rows) const {
     const long long step = (long long)gridDim.y * kLanes;
     for (long long row = (long long)blockIdx.y * kLanes + lane(); row < num_rows;
@@ -76,7 +76,7 @@ struct board_t {
       of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = published_t::kUnpublished;
     }
   }
-  // By one thread of this block.
+  // Called by one thread of this block.
   __device__ __forceinline__ void publish(long long row, double a, double b) const {
     published_t::publish(of(row, blockIdx.x), a);
     published_t::publish(of(row, blockIdx.x) + 1, b);
@@ -90,12 +90,12 @@ struct board_t {
   }
 };
 
-// The places of this thread in a ring of vectors of T's.
+// This thread's slots in a ring of vectors.
 template <typename T, int kVector> struct ring_t {
   using vector = vector_t<T, kVector>;
   vector* mine;
 
-  // `memory` is shared: kBytes of it.
+  // `memory` is shared memory of kBytes.
   static constexpr int kBytes = kRing * kLanes * int(sizeof(vector));
   __device__ __forceinline__ explicit ring_t(void* memory)
       : mine(static_cast<vector*>(memory) + threadIdx.x) {}
@@ -103,12 +103,12 @@ template <typename T, int kVector> struct ring_t {
   __device__ __forceinline__ const vector& at(int slot) const {
     return mine[slot * kLanes];
   }
-  // Starts to load a vector from where it is aligned.
+  // Starts to load a vector from an aligned address.
   __device__ __forceinline__ void load(int slot, const T* from) const {
     static_assert(sizeof(vector) >= 4, "cp.async moves 4, 8 or 16 bytes");
     ptx::copy_async<sizeof(vector)>(&mine[slot * kLanes], from);
   }
-  // The same from where it is not.
+  // The same from an unaligned address.
   __device__ __forceinline__ void gather(int slot, const T* from) const {
     vector& home = mine[slot * kLanes];
 #pragma unroll

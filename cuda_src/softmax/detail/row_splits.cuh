@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Few long rows: each is cut into kParts parts, and a block has one of them.
+// Few long rows: each is split into kParts parts, one per block.
 //
-// Parameters PARTS   parts a row
+// Parameters PARTS   parts per row
 //            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
 //            LANES threads
 #pragma once
@@ -16,7 +16,7 @@
 constexpr int kParts = PARTS;
 
 // Elements [begin, end) of the row. Parts are whole vectors of up to 16 elements, so
-// that all of them have the alignment of the row.
+// that all have the alignment of the row.
 struct part_t {
   long long row, begin, end;
 
@@ -32,7 +32,7 @@ struct part_t {
   __device__ __forceinline__ long long length() const { return end - begin; }
 };
 
-// result(0), ..., result(kVector - 1) to memory: as a vector, or one by one.
+// Stores result(0), ..., result(kVector - 1): as a vector, or one by one.
 template <int kVector, typename T, typename Result>
 __device__ __forceinline__ void store_results(T* to, bool in_vectors, Result result) {
   vector_t<T, kVector> written;

@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: MIT
-// A row that its threads hold on chip, and what they find out together.
+// A row held on chip by its threads, and their reductions.
 //
 // A row is cut into vectors of kVector elements, which are aligned in the result and
-// dealt to the threads in turn. Of its vectors a thread holds kHeld in registers and
-// parks kParked more in shared memory, where no other thread touches them. The elements
-// before the first whole vector and after the last are the row's edges; the first
-// threads hold one each. Where neighbours in the row are not neighbours in memory, the
-// elements are dealt one by one and there are no edges.
+// distributed cyclically over the threads. A thread holds kHeld of its vectors in
+// registers and parks kParked more in shared memory, where no other thread touches
+// them. The elements before the first whole vector and after the last are the edges of
+// the row; the first threads hold one each. If neighbours in the row are not contiguous
+// in memory, the elements are distributed one by one and there are no edges.
 //
 // Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-//            CLUSTER     blocks that share a row; above 1 from sm_90 on
-//            HELD        elements that a thread holds in registers
-//            PARKED      elements that it parks in shared memory besides
-//            CONTIGUOUS  1 if neighbours in a row are neighbours in every array; of
-//                        rows over several axes, if whole vectors are, which are
-//                        aligned in all
-//            SHIFTS      1 if there is shared memory for rows of 16 bits that are not
-//                        aligned as the result is
-//            MIN_BLOCKS  blocks that a multiprocessor is to have registers for
+//            CLUSTER     blocks that share a row; more than 1 needs sm_90
+//            HELD        elements per thread in registers
+//            PARKED      further elements per thread in shared memory
+//            CONTIGUOUS  1 if rows are contiguous in every array; rows over several
+//                        axes, if they are whole vectors that are aligned in all
+//            SHIFTS      1 if there is shared memory for 16-bit rows that are not
+//                        aligned like the result
+//            MIN_BLOCKS  blocks per multiprocessor that registers must suffice for
 #pragma once
 
 #include "common/vector.cuh"
@@ -33,13 +32,14 @@
 constexpr int kCluster = CLUSTER;
 constexpr int kThreadsOfRow = kCluster * kLanes;
 constexpr bool kContiguous = CONTIGUOUS, kOneAxis = REDUCED_AXES == 1;
-constexpr int kMinBlocks = MIN_BLOCKS;  // that a multiprocessor has registers for
+constexpr int kMinBlocks = MIN_BLOCKS;  // per multiprocessor, by registers
 static_assert(kCluster == 1 || (kLanes > kWarpSize && kRowsPerBlock == 1));
 
-// The block's number among those that share its row, and this thread's among theirs.
+// The index of this block among those that share its row, and of this thread among
+// theirs.
 __device__ __forceinline__ int rank_of_block() {
 #if __CUDA_ARCH__ >= 900
-  // A register less spares doubles a spill, and gives 16 bits one.
+  // Saves a register: without it doubles spill, while 16 bits would spill with it.
   if (kCluster > 1 && sizeof(acc_t) == 8) return ptx::cluster_rank_again();
 #endif
   return kCluster > 1 ? blockIdx.x % kCluster : 0;
@@ -48,13 +48,13 @@ __device__ __forceinline__ int lane_of_row() {
   return rank_of_block() * kLanes + lane();
 }
 
-// Which elements of its row a thread has, at kVector a vector.
+// Which elements of its row a thread has, in vectors of kVector.
 template <int kVector> struct deal_t {
   static constexpr int kHeld = HELD / kVector, kParked = PARKED / kVector;
   static constexpr int kSlots = kHeld + kParked;
   static_assert(HELD % kVector == 0 && PARKED % kVector == 0, "whole vectors");
   static constexpr int kStride = kThreadsOfRow * kVector;  // from slot to slot
-  // Up to kVector - 1 elements stand at either end.
+  // Up to kVector - 1 elements at either end.
   static constexpr int kEdges =
       kContiguous ? (2 * kVector - 2 + kThreadsOfRow - 1) / kThreadsOfRow : 0;
 
@@ -75,12 +75,12 @@ template <int kVector> struct deal_t {
     left = (kContiguous ? vectors : this->length) - lane_of_row();
   }
 
-  // Slot v, element k of it.
+  // Position of element k of slot v.
   __device__ __forceinline__ int position(int v, int k) const {
     return kContiguous ? head + lane_of_row() * kVector + v * kStride + k
                        : (v * kVector + k) * kThreadsOfRow + lane_of_row();
   }
-  // Where slot v begins, of a contiguous row.
+  // Address of slot v, for a contiguous row.
   template <typename Address>
   __device__ __forceinline__ auto slot(Address address, int v) const {
     if constexpr (kOneAxis) return address(position(0, 0)) + v * kStride;
@@ -92,9 +92,9 @@ template <int kVector> struct deal_t {
   __device__ __forceinline__ bool has_edge(int e) const {
     return kEdges > 0 && edge_position(e) < length;
   }
-  // Whether this thread looks at its edges. Of floats only those that have any do,
-  // which spares the others an eighth of their work; else it is less, and such a branch
-  // spills.
+  // Whether this thread handles edges. For floats only threads that have any do, which
+  // saves the others an eighth of their work; otherwise the saving is smaller, and such
+  // a branch spills.
   __device__ __forceinline__ bool has_edges() const {
     return kVector == 4 ? has_edge(0) : kEdges > 0 && length != vectors * kVector;
   }
@@ -118,7 +118,7 @@ __device__ __forceinline__ void store_slot(const deal_t<kVector>& d, Address add
   }
 }
 
-// Starts to copy a vector from global to shared memory.
+// Starts copying a vector from global to shared memory.
 template <typename T, int kVector>
 __device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* from) {
 #if __CUDA_ARCH__ >= 800
@@ -130,14 +130,14 @@ __device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* f
   *to = load_vector<kVector>(from);
 }
 
-// Waits for the copies that this thread has started.
+// Waits for the copies of this thread.
 __device__ __forceinline__ void wait_for_copies() {
 #if __CUDA_ARCH__ >= 800
   ptx::wait_copies();
 #endif
 }
 
-// All threads of the block that share a row meet here.
+// A barrier for all threads of the block that share a row.
 __device__ __forceinline__ void sync_row() {
   if constexpr (kLanes <= kWarpSize) {
     __syncwarp();
@@ -146,18 +146,18 @@ __device__ __forceinline__ void sync_row() {
   }
 }
 
-// Whether rows of T's that are not aligned as the result is go through shared memory:
-// elements of 16 bits one by one would take too many accesses.
+// Whether rows that are not aligned like the result go through shared memory: loading
+// 16-bit elements one by one would take too many accesses.
 template <typename T, int kVector>
 constexpr bool kShifts = kContiguous && sizeof(T) == 2 && kVector == 8 && SHIFTS;
 
-// Bytes of shared memory that a block needs for rows of T's.
+// Bytes of shared memory per block for rows of T.
 template <typename T, int kVector>
 constexpr int kSharedBytes =
     kShifts<T, kVector> ? HELD / kVector * (kLanes + 1) * kRowsPerBlock * 16
                         : PARKED * int(sizeof(T)) * kNumThreads;
 
-// The part of a row of T's that one thread holds.
+// The part of a row that one thread holds.
 template <typename T, int kVector> struct held_t {
   using deal = deal_t<kVector>;
   using vector = vector_t<T, kVector>;
@@ -170,7 +170,7 @@ template <typename T, int kVector> struct held_t {
   vector* memory;
   vector* parked;  // slot v at parked[(v - kHeld) * kNumThreads]
 
-  // `memory` is shared: kSharedBytes of it.
+  // `memory` is shared memory of kSharedBytes.
   __device__ __forceinline__ held_t(void* memory)
       : memory(static_cast<vector*>(memory)), parked(this->memory + threadIdx.x) {}
 
@@ -181,7 +181,7 @@ template <typename T, int kVector> struct held_t {
     if constexpr (kShifts<T, kVector> && kLanes <= kWarpSize) {
       in_vectors = __all_sync(kFullMask, in_vectors);
     }
-    // All loads are under way before the first is waited for.
+    // All loads are issued before the first is waited for.
     if (in_vectors) {
 #pragma unroll
       for (int v = deal::kHeld; v < deal::kSlots; ++v) park_vector(d, address, pad, v);
@@ -201,7 +201,7 @@ template <typename T, int kVector> struct held_t {
         parked[(v - deal::kHeld) * kNumThreads] = gather(d, address, pad, v);
       }
     }
-    // Of the rows of a warp some may have edges.
+    // Some rows of a warp may have edges.
     if (kLanes < kWarpSize || d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
@@ -210,8 +210,8 @@ template <typename T, int kVector> struct held_t {
     }
   }
 
-  // f(element, whether it is one of the row, slot * kVector + k) for all. If kWrites,
-  // what f returns takes the place of the element; if kTogether, all lanes of a warp
+  // Calls f(element, whether it belongs to the row, slot * kVector + k) for all. With
+  // kWrites the result of f replaces the element; with kTogether all lanes of a warp
   // call f together.
   template <bool kWrites, int kUnroll = 2, bool kTogether = false, typename F>
   __device__ __forceinline__ void each(const deal& d, F f) {
@@ -241,7 +241,7 @@ template <typename T, int kVector> struct held_t {
     }
   }
 
-  // The largest element by `larger`, of 16 bits, two at a time (sm_80 or newer); slots
+  // The largest element by `larger`, for 16 bits, two at a time (sm_80 or newer); slots
   // beyond the row hold -inf.
   template <typename Larger>
   __device__ __forceinline__ acc_t largest(const deal& d, Larger larger) const {
@@ -266,8 +266,8 @@ template <typename T, int kVector> struct held_t {
     return largest;
   }
 
-  // Keeps narrow elements as they came, and nothing that was computed from them: both
-  // together would take too many registers.
+  // Keeps only narrow elements in registers, and not also what was computed from them,
+  // which would take too many.
   __device__ __forceinline__ void forget() {
     if constexpr (sizeof(T) < sizeof(acc_t) && kBytes >= 4) {
 #pragma unroll
@@ -279,7 +279,7 @@ template <typename T, int kVector> struct held_t {
     }
   }
 
-  // Writes f(element, whether it is one of the row, slot * kVector + k) of all,
+  // Stores f(element, whether it belongs to the row, slot * kVector + k) for all,
   // rounded.
   template <typename Out, int kUnroll = 2, typename Address, typename F>
   __device__ __forceinline__ void store(const deal& d, Address address, F f) {
@@ -326,16 +326,16 @@ template <typename T, int kVector> struct held_t {
     }
   }
 
-  // Brings the row into shared memory in vectors that are aligned where they come from,
-  // and reads it there from where the result is aligned.
+  // Loads the row into shared memory in vectors aligned at the source, and reads it
+  // from there in vectors aligned like the result.
   template <typename Address>
   __device__ __forceinline__ void load_shifted(const deal& d, Address address, T pad) {
-    constexpr int kWindow = kLanes + 1;  // a vector more than there are threads
+    constexpr int kWindow = kLanes + 1;  // one vector more than there are threads
     vector* const windows =
         memory + threadIdx.x / kLanes * (deal::kHeld * kWindow);  // of this row
     const auto start = reinterpret_cast<unsigned long long>(address(d.position(0, 0)));
     const int shift = int(start / sizeof(T) % kVector);
-    sync_row();  // all have read the row before
+    sync_row();  // all threads have read the previous row
 #pragma unroll
     for (int v = 0; v < deal::kHeld; ++v) {
       const int first = d.position(v, 0) - shift;
@@ -347,7 +347,7 @@ template <typename T, int kVector> struct held_t {
     sync_row();
 #pragma unroll
     for (int v = 0; v < deal::kHeld; ++v) {
-      // Five words, of which the first may begin an element early.
+      // Five words, the first of which may start one element early.
       const auto words =
           reinterpret_cast<const unsigned*>(windows + v * kWindow + lane()) + shift / 2;
       unsigned* const to = reinterpret_cast<unsigned*>(&slot[v]);
@@ -365,7 +365,7 @@ template <typename T, int kVector> struct held_t {
     }
   }
 
-  // The kVector elements from `first` on, as far as the row has them.
+  // Loads the kVector elements from `first` on, as far as the row has them.
   template <typename Address>
   static __device__ __forceinline__ void bring(const deal& d, Address address,
                                                int first, vector* home) {
@@ -392,7 +392,7 @@ template <typename T, int kVector> struct held_t {
   }
 };
 
-// f(a, b) for the elements of two rows that are dealt alike.
+// Calls f(a, b) for the elements of two rows with the same distribution.
 template <int kVector, typename A, typename B, typename F>
 __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
                                           held_t<A, kVector>& a, held_t<B, kVector>& b,
@@ -419,7 +419,7 @@ __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
   }
 }
 
-// Writes f(a, b) for the elements of two rows.
+// Stores f(a, b) for the elements of two rows.
 template <typename Out, int kVector, typename A, typename B, typename Address,
           typename F>
 __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
@@ -453,15 +453,14 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
   }
 }
 
-// The blocks of a cluster publish for each other maxima and sums: each warp stores its
-// part into the memory of all blocks, where a barrier counts the bytes. The barrier of
-// the cluster itself would wait for all loads and stores under way: 0.68 of the speed
-// of a copy at 131072 floats instead of 0.95.
+// The blocks of a cluster exchange maxima and sums: each warp stores its part to the
+// memory of all blocks, where an mbarrier counts the bytes. The barrier of the cluster
+// itself would wait for all loads and stores in flight.
 constexpr int kPartials = kThreadsOfRow > kWarpSize ? kThreadsOfRow / kWarpSize : 1;
 
-// What the threads of a row combine their values to; all get the same result. Of kTurns
-// sets of memory one may be written anew when all threads have read it, that is, when
-// they have met over another: a second turn, or another object.
+// Memory in which the threads of a row combine their values; all get the same result.
+// There are kTurns sets; one may be written again once all threads have read it, that
+// is, after another exchange: in the next set, or in another object.
 template <typename T> struct shared_parts_t {
   T part[kPartials];
   unsigned long long barrier;  // of a cluster
@@ -516,7 +515,7 @@ template <typename T, int kTurns = 1> struct combiner_t {
   }
 
  private:
-  // Gives the value of this warp to all threads of the row, and waits for those of all.
+  // Gives the value of this warp to all threads of the row, and waits for all others.
   __device__ __forceinline__ void publish(shared_parts_t<T>& parts, T value) {
     const int in_warp = threadIdx.x % kWarpSize;
     T* const mine = parts.part + lane_of_row() / kWarpSize;
@@ -542,8 +541,8 @@ template <typename T, int kTurns = 1> struct combiner_t {
   }
 };
 
-// The blocks of a cluster may start at different times; none may write into the memory
-// of another that has not started.
+// The blocks of a cluster may start at different times; none may write to the memory of
+// one that has not started.
 __device__ __forceinline__ void announce_block() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// Sums of exponentials as l * 2^shift: one read, no overflow, no rounded difference.
+// Sums of exponentials as l * 2^shift: one pass, no overflow, no rounded difference.
 //
-// exp(x) = 2^k exp(r) with k = round(x / ln 2) and |r| <= ln(2) / 2. A sum that is kept
-// in units of a power of two needs no maximum to be subtracted: k is a whole number, so
-// that no difference is ever rounded, and a sum moves to another unit without error.
+// exp(x) = 2^k exp(r) with k = round(x / ln 2) and |r| <= ln(2) / 2. A sum in units of
+// a power of two needs no maximum to be subtracted: k is an integer, so no difference
+// is rounded, and changing the unit is exact.
 //
 // Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
@@ -34,14 +34,14 @@ __device__ __forceinline__ float smallest_nan(float a, float b) {
 #endif
 }
 
-// x times 2^count, without rounding; x is normal and stays so.
+// x times 2^count, exactly; x is normal and stays so.
 __device__ __forceinline__ double times_power(double x, int count) {
   return __hiloint2double(__double2hiint(x) + (count << 20), __double2loint(x));
 }
 
-// exp(r) - 1 for |r| <= ln(2) / 2; r + r^2 q(r), q by Chebyshev interpolation.
+// exp(r) - 1 for |r| <= ln(2) / 2: r + r^2 q(r), q by Chebyshev interpolation.
 __device__ __forceinline__ float expm1_reduced(float r) {
-  float q = 0.0013926213f;  // with this, exp(r) to 2^-26.5
+  float q = 0.0013926213f;  // gives exp(r) to 2^-26.5
   q = fmaf(q, r, 0.008363203f);
   q = fmaf(q, r, 0.041666556f);
   q = fmaf(q, r, 0.16666576f);
@@ -49,7 +49,7 @@ __device__ __forceinline__ float expm1_reduced(float r) {
   return fmaf(r * r, q, r);
 }
 __device__ __forceinline__ double expm1_reduced(double r) {
-  double q = 2.5100424157005067e-08;  // exp(r) to 2^-55.7
+  double q = 2.5100424157005067e-08;  // gives exp(r) to 2^-55.7
   q = fma(q, r, 2.7620138719733994e-07);
   q = fma(q, r, 2.7557268378684192e-06);
   q = fma(q, r, 2.480152119021773e-05);
@@ -62,14 +62,14 @@ __device__ __forceinline__ double expm1_reduced(double r) {
   return fma(r * r, q, r);
 }
 
-// Adding and subtracting this rounds to a whole number, which then stands in the low
-// bits of the sum; and ln 2 in two parts.
+// Adding and subtracting kRound rounds to an integer, which is then in the low bits of
+// the sum; and ln 2 in two parts.
 template <typename T> struct range;
 template <> struct range<float> {
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr float kLn2High = 0.693147182464599609375f;
   static constexpr float kLn2Low = -1.9046542e-9f;
-  static constexpr int kReach = 125;  // powers of two that are surely normal
+  static constexpr int kReach = 125;  // powers of two that are certainly normal
   static __device__ __forceinline__ int low_bits(float x) { return __float_as_int(x); }
   static __device__ __forceinline__ float times_power(float x, int count) {
     return __int_as_float(__float_as_int(x) + (count << 23));
@@ -126,13 +126,13 @@ __device__ const double kRoots[32] = {
 
 }  // namespace detail
 
-// What a warp needs to compute exponentials of doubles together: lane j has 2^(j / 32),
-// and the others ask it. A polynomial does the rest, up to 2^(1 / 64): half of one that
-// goes up to 2^(1 / 2).
+// With these a warp computes exponentials of doubles together: lane j has 2^(j / 32),
+// and the others fetch it by a shuffle. A polynomial covers the rest, up to 2^(1 / 64):
+// half as long as one up to 2^(1 / 2).
 template <typename T> struct roots_t {};
 template <> struct roots_t<double> {
   static constexpr int kCount = 32;
-  int high;  // the upper half of it, less what the number of the root adds to it below
+  int high;  // its upper half, less what the index of the root adds to it below
   int low;
 
   __device__ __forceinline__ roots_t() {
@@ -141,8 +141,8 @@ template <> struct roots_t<double> {
     low = __double2loint(detail::kRoots[lane]);
   }
 
-  // exp(x) / 2^shift, with round = kRound - kCount * shift, to half a unit in the last
-  // place and, since x is multiplied once, |x| / 8: an eighth of one of the log.
+  // exp(x) / 2^shift, with round = kRound - kCount * shift, to half an ulp plus, since
+  // x is multiplied once, |x| / 8: an eighth of an ulp of the log.
   __device__ __forceinline__ double exp_of(double x, double round) const {
     const double whole = rounded(x, round);
     const double f = fma(x, kCount * kLog2e, round - whole);  // |f| <= 1/2
@@ -154,8 +154,8 @@ template <> struct roots_t<double> {
     const double power = power_of(whole);
     return fma(power, q * f, power);
   }
-  // 2^((count + f) / kCount) to half a unit, with the count in the low bits of
-  // `rounded` and |f| about 1/2 at most.
+  // 2^((count + f) / kCount) to half an ulp, with the count in the low bits of
+  // `rounded` and |f| at most about 1/2.
   __device__ __forceinline__ double exp2_of(double f, double rounded) const {
     double q = 1.4345655584131934e-13;  // (ln(2) / kCount)^n / n!: to 2^-57
     q = fma(q, f, 3.973709984549416e-11);
@@ -166,19 +166,19 @@ template <> struct roots_t<double> {
     const double power = power_of(rounded);
     return fma(power, q * f, power);
   }
-  // exp(x) to a unit, for |x| < 700.
+  // exp(x) to one ulp, for |x| < 700.
   __device__ __forceinline__ double exp_of(double x) const {
     constexpr double kRound = detail::range<double>::kRound;
     const double whole = rounded(x, kRound);
     return of_rest(rest(x, whole - kRound), whole);
   }
-  // round and the whole number of kCount-th parts of ln 2 next to x.
+  // round plus the integer multiple of ln 2 / kCount nearest to x.
   static __device__ __forceinline__ double rounded(double x, double round) {
     return fma(x, kCount * kLog2e, round);
   }
 
  private:
-  // What k such parts leave of x.
+  // What remains of x after k such multiples.
   static __device__ __forceinline__ double rest(double x, double k) {
     using range = detail::range<double>;
     const double r = fma(k, -range::kLn2High / kCount, x);
@@ -194,8 +194,8 @@ template <> struct roots_t<double> {
     const double power = power_of(rounded);
     return fma(power, p, power);
   }
-  // 2^(count / kCount), with the count in the low bits of `rounded`: the root of number
-  // count % kCount times a power of two.
+  // 2^(count / kCount), with the count in the low bits of `rounded`: root number count
+  // % kCount times a power of two.
   __device__ __forceinline__ double power_of(double rounded) const {
     const int count = detail::range<double>::low_bits(rounded);
     const int upper =
@@ -204,11 +204,11 @@ template <> struct roots_t<double> {
   }
 };
 
-// Adds exp(score - m), score <= m, to about an eighth of a unit: the power of two and
-// what a polynomial adds to it apart. Their sum would be rounded by half a unit.
+// Adds exp(score - m), score <= m, to about an eighth of an ulp: the power of two and
+// the polynomial part are added separately. Their sum would be rounded by half an ulp.
 __device__ __forceinline__ void add_exp(wide_sum_t& sum, double score, double m) {
   const pair_t<double> d = exact_sum(score, -m);
-  if (!(d.high > -700)) {  // -inf, NaN, or nothing beside the 1 of the largest
+  if (!(d.high > -700)) {  // -inf, NaN, or negligible next to the 1 of the largest
     sum += exp_of(d);
     return;
   }
@@ -222,8 +222,8 @@ __device__ __forceinline__ void add_exp(wide_sum_t& sum, double score, double m)
   sum += detail::expm1_reduced(r) * unit;
 }
 
-// m + log(1 + s) for s >= 0, where m and the log may cancel: to a fraction of a unit of
-// the larger of them. A log that is rounded first would be wrong by up to a whole one.
+// m + log(1 + s) for s >= 0, where m and the log may cancel: to a fraction of an ulp of
+// the larger one. A log that is rounded first would be off by up to a whole ulp.
 __device__ __forceinline__ double log_beside(double m, wide_sum_t terms) {
   const double s = total(terms);
   if (s < 0.04) return m + log1p(s);
@@ -243,8 +243,8 @@ __device__ __forceinline__ double log_beside(double m, wide_sum_t terms) {
   return all.high + (all.low + (low + (d - d * d / 2)));
 }
 
-// exp(x + low) / 2^shift to half a unit of T, for scores up to kReach above the shift;
-// what is so far below becomes 0.
+// exp(x + low) / 2^shift to half an ulp of T, for scores up to kReach above the shift;
+// 0 if as far below.
 template <typename T> struct scaled_exp_t {
   using range = detail::range<T>;
   T lowest, round;
@@ -252,7 +252,7 @@ template <typename T> struct scaled_exp_t {
   __device__ __forceinline__ explicit scaled_exp_t(int shift)
       : lowest(T(shift - range::kReach) * T(kLn2)), round(range::kRound - T(shift)) {}
 
-  // What is not too large for this shift; a sum has room for 2^20 of them and more.
+  // The largest score for this shift; a sum has room for 2^20 of them and more.
   static __device__ __forceinline__ T largest(int shift) {
     return T(shift + range::kReach - 25) * T(kLn2);
   }
@@ -273,29 +273,29 @@ struct largest_nan_t {
   }
 };
 
-// A sum as it lies in memory.
+// A sum in memory.
 template <typename T> struct stored_sum_t {
   double l;
   T top;
   int shift;
 
-  // As a sum whose largest score is `other` or below it.
+  // l in the unit of a sum with shift `other`, which is not smaller.
   __device__ __forceinline__ double in_unit(int other) const {
     const int count = shift - other;
     return count < -1000 ? 0.0 : l * detail::times_power(1.0, count);
   }
 };
 
-// The sum of exponentials over what was seen: l * 2^shift, if `top` is within
-// kLargestTop. kIsCoarse: to about 2^-21, for results of 16 bits.
+// The sum of exponentials so far: l * 2^shift, if |top| <= kLargestTop. kIsCoarse: to
+// about 2^-21, for 16-bit results.
 template <typename T, bool kIsCoarse> struct power_sum_t {
   using range = detail::range<T>;
 
-  // Larger scores are too far apart for k to be found in this way.
+  // Larger scores are too far apart for this way of finding k.
   static constexpr T kLargestTop = T(1 << 20);
   static constexpr int kNothing = -(1 << 21);  // the shift before any score
-  // A score may be so much above the shift before that moves, in powers of two; and
-  // what lies so far below counts for as much as what lies further below: nothing.
+  // A score may exceed the shift by kSlack powers of two before the shift moves; kReach
+  // powers of two below, terms count as nothing.
   static constexpr int kSlack = 8, kReach = 800;
 
   T top = -infinity<T>();  // the largest score; NaN if there was one
@@ -311,8 +311,8 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     return {l.value, top, shift};
   }
 
-  // The shift of a sum whose largest score is m. Where m is no number of the fast way,
-  // any will do: `top` tells.
+  // The shift of a sum whose largest score is m. If m is out of range any will do,
+  // because `top` shows it.
   static __device__ __forceinline__ int shift_of(T m) {
     return int(T(kLog2e) *
                (m < kLargestTop ? (m > -kLargestTop ? m : -kLargestTop) : kLargestTop));
@@ -326,7 +326,7 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     shift = other;
   }
 
-  // Makes room for scores, of which m is the largest.
+  // Makes room for scores whose largest is m.
   __device__ __forceinline__ void see(T m) {
     top = detail::largest_nan(top, m);
     if (m > T(shift + kSlack) * T(kLn2)) move_to(shift_of(m));
@@ -340,8 +340,8 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     return m;
   }
 
-  // Adds the exponentials of score(0), ..., score(kCount - 1), which have been seen;
-  // slots without one hold -inf. The scores may have a second part, low(j).
+  // Adds the exponentials of score(0), ..., score(kCount - 1), for which see() made
+  // room; empty slots hold -inf. Scores may have a second part, low(j).
   template <int kCount, typename Score>
   __device__ __forceinline__ void add(Score score) {
     add_scores<kCount>(score, [](T r, int) { return r; });
@@ -350,32 +350,32 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
   __device__ __forceinline__ void add(Score score, Low low) {
     add_scores<kCount>(score, [&](T r, int j) { return r + low(j); });
   }
-  // The same of keys, whose scores have been seen, in a unit of exponents; coarse.
+  // The same for keys, in a unit of exponents; coarse.
   template <int kCount, typename Key, typename Unit>
   __device__ __forceinline__ void add_keys(Key key, const Unit& unit) {
     const float rest = unit.high * unit.rest;
     float part = 0;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float x = fmaxf(key(j), -3e38f);  // times the rest, -inf might be NaN
+      const float x = fmaxf(key(j), -3e38f);  // -inf times the rest might be NaN
       part += exp2f(fmaf(x, rest, fmaf(x, unit.high, -float(shift))));
     }
     l += part;
   }
-  // Sees and adds scores; all lanes of a warp call it. kLanes neighbouring ones end
-  // with the same shift and top, if they begin so.
+  // Makes room for scores and adds them; called by all lanes of a warp. kLanes adjacent
+  // lanes end with the same shift and top, if they start so.
   template <int kCount, int kLanes, typename Score>
   __device__ __forceinline__ void take_in(Score score, const roots_t<T>& roots) {
     if constexpr (sizeof(T) == sizeof(double)) {
-      // Read as floats, the upper halves of doubles have the same order. Where all are
-      // near 0 there is room for their exponentials, whatever the largest is.
+      // As floats, the upper halves of doubles have the same order. If all are near 0,
+      // there is room for their exponentials, whichever is largest.
       constexpr float kNear = 3.75f;  // the upper half of 256
       float high = -infinity<float>(), low = infinity<float>();
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
         const float half = __int_as_float(__double2hiint(score(j)));
         high = fmaxf(high, half);
-        low = detail::smallest_nan(low, half);  // infinities have halves of NaN
+        low = detail::smallest_nan(low, half);  // halves of infinities are NaN
       }
       const bool is_near =
           high < kNear && low > -kNear && (shift == kNothing || abs(shift) <= 512);
@@ -392,12 +392,12 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     add<kCount>(score);
   }
 
-  // Takes in another sum.
+  // Adds another sum.
   __device__ __forceinline__ void take(power_sum_t other) {
     meet(other);
     l.value += other.l.value;
   }
-  // The same; of many, one after the other, less is lost.
+  // The same; for many sums in sequence, this loses less.
   __device__ __forceinline__ void take_next(power_sum_t other) {
     meet(other);
     l += other.l.value;
@@ -413,17 +413,16 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     return exp_of(d);
   }
 
-  // The sum over kLanes neighbouring lanes, in each of them; all lanes of a warp call
-  // it.
+  // The sum over kLanes adjacent lanes, in each of them; called by all lanes of a warp.
   template <int kLanes> __device__ __forceinline__ void join() {
     top = warp_reduce<kLanes>(top, largest_nan_t());
     move_to(shift_of(top));
     l.value = warp_reduce<kLanes>(l.value, plus_t());
   }
 
-  // Whether log() would lose digits: near 0 it is the log of a sum near 1, whose small
-  // terms were lost beside the large. A double sum has no digits to spare: its last
-  // ones are lost where the log and the largest score are within 2.
+  // Whether log() would lose digits: near 0 it is the log of a sum near 1, which
+  // swallowed its small terms. Sums of doubles have no spare digits: the last ones are
+  // lost where log and largest score are within 2 of each other.
   __device__ __forceinline__ bool is_doubtful() const {
     constexpr bool kIsDouble = sizeof(T) == sizeof(double);
     if (!is_finite(top)) return false;
@@ -456,7 +455,8 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
   }
 
  private:
-  // As add(), with what is left of score(j) after powers of two as adjust(r, j) has it.
+  // As add(), with adjust(r, j) applied to what remains of score(j) after the power of
+  // two.
   template <int kCount, typename Score, typename Adjust>
   __device__ __forceinline__ void add_scores(Score score, Adjust adjust) {
     if constexpr (kIsCoarse) {
@@ -481,7 +481,7 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     }
   }
 
-  // Adds term(0), ..., term(kCount - 1): pairs first, so that few additions wait for
+  // Adds term(0), ..., term(kCount - 1): pairs first, so that few additions depend on
   // each other.
   template <int kCount, typename Term>
   __device__ __forceinline__ void add_terms(Term term) {
@@ -505,7 +505,7 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     }
   }
 
-  // Brings both to one shift.
+  // Brings both to the same shift.
   __device__ __forceinline__ void meet(power_sum_t& other) {
     top = detail::largest_nan(top, other.top);
     const int larger = shift_of(top);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The sum of a long row that several blocks share: how the warps of a block join it.
+// Reduction of the sum of a long row within one of the blocks that share it.
 //
 // Parameters as in softmax/detail/params.cuh and softmax/detail/thread_group.cuh
 #pragma once
@@ -7,8 +7,8 @@
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/partial_sum.cuh"
 
-// What the warps of a block exchange of a sum. Of two such places in turn one is
-// written while the other may still be read.
+// What the warps of a block exchange. Two of these alternate: one is written while the
+// other may still be read.
 struct shared_sum_t {
   static constexpr int kWarps = kLanes / kWarpSize;
   double l[kWarps];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// How numbers are summed and compared, whoever holds them.
+// How numbers are summed and compared.
 //
-// Parameters ACC_T            float or double: of maxima and exponentials
+// Parameters ACC_T            float or double: type of maxima and exponentials
 #pragma once
 
 #include "common/math.cuh"
@@ -9,9 +9,9 @@
 
 using acc_t = ACC_T;
 
-// The sum of one lane. It runs in double, also for float: a lane adds thousands of
-// terms one by one, and a float sum of them would lose more than the exponentials do.
-// For double itself, Kahan's correction keeps what each addition has rounded away.
+// The sum of one lane, in double even for float: a lane adds thousands of terms one by
+// one, and a float sum would lose more than the exponentials do. For double itself,
+// Kahan compensation keeps the rounding errors.
 struct sum_t {
   double value = 0, lost = 0;
 
@@ -26,9 +26,9 @@ struct sum_t {
   }
 };
 
-// The sum of doubles that threads hold, to twice the digits: what each addition rounds
-// away would show beside exponentials that are exact to a last bit, and the order of
-// the additions, which depends on where a row lies in memory, would show in the result.
+// The sum of the doubles of several threads, to twice the digits: rounding errors of
+// additions would show next to exponentials that are accurate to the last bit, and so
+// would the order of the additions, which depends on the address of a row.
 struct wide_sum_t {
   double high, low;
 
@@ -45,15 +45,15 @@ __device__ __forceinline__ wide_sum_t shuffle_xor(wide_sum_t l, int mask) {
   return other;
 }
 
-// The one number that a sum comes to.
+// A sum as one number.
 __device__ __forceinline__ double total(sum_t l) { return l.value; }
 __device__ __forceinline__ double total(wide_sum_t l) {
   return is_finite(l.high) ? l.high + l.low : l.high;
 }
 template <typename T> __device__ __forceinline__ T total(T l) { return l; }
 
-// The sum of the terms of type T that one thread holds: a double is enough for floats,
-// and, for columns, a float where the result has 16 bits.
+// Type of the sum of one thread's terms of type T: double suffices for floats and, for
+// columns, float for 16-bit results.
 template <typename T, bool kIsCoarse = false> struct few {
   using type = double;
 };
@@ -64,15 +64,14 @@ template <> struct few<double, false> {
   using type = wide_sum_t;
 };
 
-// A float that is not negative and not above 1 as a double, by shifts of its bits,
-// since the conversion has few units. 0 becomes 2^-127, which is nothing beside the 1
-// of the largest exponential.
+// Converts a float in [0, 1] to double by shifting its bits, since the conversion units
+// are few. 0 becomes 2^-127, negligible next to the 1 of the largest exponential.
 __device__ __forceinline__ double widened(float x) {
   const int bits = __float_as_int(x);
   return __hiloint2double((bits >> 3) + ((1023 - 127) << 20), bits << 29);
 }
 
-// The larger of two; a NaN is passed over here, since the sum will meet it.
+// The larger of two; NaN is ignored here, because the sum will see it.
 struct larger_t {
   __device__ __forceinline__ float operator()(float a, float b) const {
     return fmaxf(a, b);
@@ -101,8 +100,8 @@ struct plus_t {
   }
 };
 
-// What is subtracted from the scores of a row with maximum m. An infinite one is not:
-// the sum then comes out as 0 (all -inf), inf or NaN, which tells the cases apart.
+// What is subtracted from the scores of a row with maximum m. Not an infinite m: the
+// sum then becomes 0 (all -inf), inf or NaN, which tells the cases apart.
 template <typename T> __device__ __forceinline__ T shift_by(T m) {
   return is_finite(m) ? m : T(0);
 }

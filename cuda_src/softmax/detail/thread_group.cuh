@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// Which threads work on which row, and what they do together.
+// Which threads work on which row, and their reductions.
 //
-// Parameters LANES            threads a row: a power of two; or, for kernels that do
-//                             not use row_max and row_sum, a multiple of 32
-//            ROWS_PER_BLOCK   rows a block; 1 if LANES is above 32
-//            REDUCED_AXES     axes that a row runs over
+// Parameters LANES            threads per row: a power of two; for kernels that do not
+//            use
+//                             row_max and row_sum also a multiple of 32
+//            ROWS_PER_BLOCK   rows per block; 1 if LANES is above 32
+//            REDUCED_AXES     number of axes of a row
 //            ACC_T            as in softmax/detail/sum.cuh
 #pragma once
 
@@ -20,13 +21,12 @@ static_assert(kLanes <= kWarpSize || kRowsPerBlock == 1,
               "a long row has its own block");
 static_assert(kNumThreads % kWarpSize == 0, "reductions take whole warps");
 
-// Elements that a lane asks for before it needs the first: enough loads are then under
-// way to keep the memory busy. Indices over several axes take too many registers for
-// it.
+// Elements that a lane loads before it needs the first: enough loads in flight to keep
+// the memory busy. Indices over several axes would take too many registers.
 constexpr int kBatch = REDUCED_AXES == 1 ? 32 / sizeof(acc_t) : 1;
 constexpr int kUnroll = REDUCED_AXES == 1 ? 4 : 1;  // the same, left to the compiler
 
-// A block starts at row first_row() and goes on by row_step(); lane() of kLanes
+// A block starts at row first_row() and advances by row_step(); lane() of kLanes
 // threads.
 __device__ __forceinline__ int lane() { return threadIdx.x % kLanes; }
 __device__ __forceinline__ long long first_row() {

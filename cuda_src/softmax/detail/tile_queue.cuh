@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Parts of long rows in one queue, each of them twice: once to be summed and once,
-// kMargin parts after the last of its row, to be written.
+// A queue of the parts of long rows. Each part is in it twice: once to be summed and
+// once, kMargin parts after the last of its row, to be written.
 //
-// Blocks take the next of the queue whenever they are free. Nobody waits for what comes
-// later in the queue, so that blocks need not all run at once; and what is written has
-// been read so shortly before that it is still in the L2 cache.
+// Blocks take the next position whenever they are free. Nobody waits for a later
+// position, so blocks need not all be resident; and what is written was read so
+// recently that it is still in the L2 cache.
 //
-// Parameters HELD     vectors of a thread: a part has LANES times as many
+// Parameters HELD     vectors per thread: a part has LANES times as many
 //            MARGIN   as above
 //            LANES    as in softmax/detail/thread_group.cuh
 #pragma once
@@ -18,13 +18,13 @@
 
 constexpr int kHeld = HELD, kMargin = MARGIN;
 constexpr int kWarps = kLanes / kWarpSize;
-constexpr int kPart = kLanes * kHeld;  // vectors of a part
+constexpr int kPart = kLanes * kHeld;  // vectors per part
 
 struct tile_queue_t {
-  unsigned parts;  // of a row
+  unsigned parts;  // per row
   unsigned all, lag;
 
-  // Of rows of so many elements, kVector a vector.
+  // For rows of `row_length` elements, in vectors.
   __device__ __forceinline__ tile_queue_t(long long num_rows, long long row_length,
                                           int vector) {
     const int elements = kPart * vector;
@@ -34,10 +34,10 @@ struct tile_queue_t {
   }
 
   struct place_t {
-    bool is_written;  // or summed
+    bool is_written;  // otherwise summed
     unsigned part;
   };
-  // First only sums, then a sum and a result in turn, at last only results.
+  // First only sums, then sums and results alternately, finally only results.
   __device__ __forceinline__ place_t at(unsigned number) const {
     if (number < lag) return {false, number};
     if (number >= 2 * all - lag) return {true, number - all};
@@ -46,21 +46,21 @@ struct tile_queue_t {
   }
 };
 
-// A part of a row, as vectors of kVector elements, and the elements at the ends of the
-// row that are in none.
+// A part of a row as vectors of kVector elements, and the elements at the ends of the
+// row that belong to none.
 template <int kVector> struct row_part_t {
   unsigned row;
   bool is_last;     // of its row
-  int num_vectors;  // of the row
-  int first;        // vector of this thread; others lie kLanes apart
-  int edge;         // an element of this thread that is in no vector, or kNone
+  int num_vectors;  // per row
+  int first;        // vector of this thread; its others are kLanes apart
+  int edge;         // an element of this thread outside of vectors, or kNone
   static constexpr int kNone = -kVector;
 
   __device__ __forceinline__ row_part_t(const tile_queue_t& queue, unsigned part)
       : row(part / queue.parts) {
     is_last = part - row * queue.parts + 1 == queue.parts;
   }
-  // Number `part` of the row, of which the first has the edges.
+  // Part `part` of the row; the first part has the edges.
   __device__ __forceinline__ void find(unsigned part, const aligned_span_t& aligned) {
     num_vectors = int(aligned.num_vectors);
     first = int(part * kPart) + lane();
@@ -71,14 +71,13 @@ template <int kVector> struct row_part_t {
     return first + k * kLanes < num_vectors;
   }
   __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
-  // Of the first element of vector k of this thread.
+  // Position of the first element of vector k of this thread.
   __device__ __forceinline__ int position(int k) const {
     return (first + k * kLanes) * kVector;
   }
 };
 
-// A vector of a result to memory; element by element where it does not begin at
-// a multiple of its size.
+// Stores a vector of a result; element by element if it is not aligned.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_vector(T* to, const vector_t<T, kCount>& x,
                                              bool in_vectors,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// softmax_naive: the formula of the textbook, in the precision of the input.
+// softmax_naive: the textbook formula, in the precision of the input.
 //
 // Algorithm  l = sum_i exp(s_i),  out_i = exp(s_i) / l
 //            (log_softmax: out_i = s_i - log l), s = scale * x.
@@ -16,7 +16,7 @@ template <> constexpr bool kIsFloating<half_t> = true;
 template <> constexpr bool kIsFloating<bfloat16_t> = true;
 template <> constexpr bool kIsFloating<float> = true;
 
-// The result of a step: it goes through the type of x, where that is a narrow one.
+// The result of a step, rounded to the type of x if that is narrower.
 __device__ __forceinline__ acc_t rounded(acc_t value) {
   if constexpr (kIsFloating<x_t>) return to<acc_t>(to<x_t>(value));
   return value;

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: MIT
-// softmax_online: two sweeps over each row, by a sum that follows the running maximum.
+// softmax_online: two passes over each row, with a sum that follows the running
+// maximum.
 //
-// Algorithm  Milakov and Gimelshein 2018. One sweep keeps
+// Algorithm  Milakov and Gimelshein 2018. The first pass keeps
 //                m' = max(m, s_i),  l = l exp(m - m') + exp(s_i - m')
-//            and a second writes out_i = exp(s_i - m) / l
+//            and the second writes out_i = exp(s_i - m) / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
-//            Lanes keep a pair (m, l) each; pairs merge in the same way. m moves in
+//            Each lane keeps a pair (m, l); pairs merge in the same way. m moves in
 //            steps (softmax/detail/online_sum.cuh).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     x twice, out once; any strides
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
-//            for results of 16 bits plain differences and the fast exponential
+// Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
+//            for 16-bit results plain differences and the fast exponential
 // Limits     none
 #include "softmax/detail/row.cuh"
 #include "softmax/detail/online_sum.cuh"
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
     const row_t row(x, where, out, layout, at);
 
-    // kBatch elements at a time, so that their loads are under way together.
+    // kBatch elements at a time, so that their loads are in flight together.
     score_t s[kBatch];
     running_t<acc_t> sum;
     for (long long i = lane(); i < row.length; i += kBatch * kLanes) {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
-// softmax_safe: three sweeps over each row, with its maximum subtracted.
+// softmax_safe: three passes over each row, with its maximum subtracted.
 //
 // Algorithm  m = max_i s_i,  l = sum_i exp(s_i - m),  out_i = exp(s_i - m) / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
-//            No exponent is above 0, so that nothing overflows, and l is at least 1.
+//            No exponent is above 0, so nothing overflows, and l is at least 1.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     x three times, out once; any strides
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
-//            for results of 16 bits plain differences and the fast exponential
+// Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
+//            for 16-bit results plain differences and the fast exponential
 // Limits     none
 #include "softmax/detail/row.cuh"
 

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// softmax_tiled: a row is read once, stays on chip, and is written once.
+// softmax_tiled: a row is read once, held on chip, and written once.
 //
-// Algorithm  As softmax_safe, on a row that is held on chip:
+// Algorithm  As softmax_safe, on a row held on chip:
 //                m = max_i s_i,  e_i = exp(s_i - m),  l = sum_i e_i,  out_i = e_i / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
 //            kCluster blocks take one
 // Tiles      a row; each of its kCluster * kLanes threads holds HELD elements in
 //            registers and PARKED in shared memory (softmax/detail/row_tile.cuh)
-// Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
-//            length and start; between blocks, maxima and sums alone
+// Memory     x and out once; 16 bytes per access where a row is contiguous, for any
+//            length and alignment; blocks exchange only maxima and sums
 // Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
-//            twice the digits), one rounding; for results of 16 bits plain differences
-//            and the fast exponential
+//            twice the digits), rounded once; for 16-bit results plain differences and
+//            the fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 #include "softmax/detail/row_tile.cuh"
 #include "softmax/detail/exp_policy.cuh"
@@ -20,15 +20,15 @@
 #include "softmax/detail/row_exp.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kVector = 16 / kWidest;  // elements per vector access
 
-// Exponentials take the place of the elements where they fit; else they are computed a
-// second time, and the elements stay as narrow as they came.
+// Exponentials replace the elements where they fit; otherwise they are computed twice,
+// and the elements stay as narrow as they were read.
 constexpr bool kKeepsExp = !kLog && kSame<x_t, acc_t>;
 
-// The score of slots beyond the row is -inf, which adds nothing to it. It can be left
-// there at the load, unless a mask has to be told of it, or x knows no -inf. The host
-// takes a scale of 0 elsewhere, which would make it NaN.
+// The score of slots beyond the row is -inf, which adds nothing. It can be set at the
+// load, unless a mask must know of it, or x has no -inf. A scale of 0, which would turn
+// it into NaN, is handled elsewhere by the host.
 constexpr bool kPads = kHasInfinity<x_t> && !kHasWhere;
 
 // Maxima of 16-bit numbers need no conversion.
@@ -40,7 +40,7 @@ constexpr bool kPacksMax = false;
 
 using row_deal_t = deal_t<kVector>;
 
-// Which of a thread's elements take part.
+// Which of a thread's elements are selected by the mask.
 struct marks_t {
   static constexpr int kCount = row_deal_t::kSlots * kVector + row_deal_t::kEdges;
   unsigned bits[(kCount + 31) / 32] = {};
@@ -50,13 +50,14 @@ struct marks_t {
     return bits[j / 32] >> j % 32 & 1;
   }
 };
-// The bits stay in registers where all indices are known.
+// The bits stay in registers if all indices are constants.
 constexpr int kUnrollParked = kHasWhere ? 64 : 2;
-// With 2 the tiers of 64 registers would spill; those of more have few threads.
+// With 2, variants limited to 64 registers would spill; those with more have few
+// threads.
 constexpr int kUnrollTable = kNumThreads * kMinBlocks > 768 ? 1 : 2;
 constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollParked;
 
-// What is -inf as a score.
+// The element whose score is -inf.
 __device__ __forceinline__ x_t pad_of(const layout_t& layout) {
   if constexpr (kPads && kScaled) {
     if (layout.key_factor < 0) return to<x_t>(infinity<float>());
@@ -64,7 +65,7 @@ __device__ __forceinline__ x_t pad_of(const layout_t& layout) {
   return padding<x_t>();
 }
 
-// Aligned as lines of memory are: 262144 floats 0.97, 16 bytes off 0.93.
+// Aligned to memory lines; 16-byte alignment is slower.
 extern __shared__ __align__(128) uint4 parking[];
 
 #if CLUSTER > 1

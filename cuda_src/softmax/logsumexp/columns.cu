@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: MIT
-// softmax_logsumexp_columns: log sum exp along columns, by one read.
+// softmax_logsumexp_columns: log sum exp along columns in one pass.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = log of
-// it. Where
-//            that would lose digits (results near 0, scores beyond 2^20) the tile, and
-//            only such a tile, is read again:  out = max + log1p(sum of the others).
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = its
+//            log. If that would lose digits (results near 0, scores beyond 2^20), the
+//            tile is read again:  out = max + log1p(sum of the others).
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
 // Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
 //            time and keeps one sum for each of its kVector columns
-// Memory     a once, up to 16 bytes an access, neighbouring lanes side by side; one
-//            number a column is written; shared: one sum a warp and column
-// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
-//            of 16 bits the fast exponential and a float log
-// Limits     no weights; the last outer axis has stride 1 in a, and there is one
-// reduced
-//            axis
+// Memory     a once, up to 16 bytes per access, lanes contiguous; one number per column
+//            is written; shared: one sum per warp and column
+// Numbers    exponentials to half an ulp of acc_t, sums and log in double; for 16-bit
+//            results the fast exponential and a float log
+// Limits     no weights; the last outer axis has stride 1 in a; one reduced axis
 //
 // Parameters as in softmax/detail/column_log.cuh
 #include "softmax/detail/column_log.cuh"
@@ -27,7 +24,7 @@ struct shared_t {
   int is_doubtful;
 };
 
-// The elements that this thread reads at a time; what does not take part is -inf.
+// The elements that this thread reads at a time; masked ones are -inf.
 struct batch_t {
   slots_t<a_t> value;
   unsigned long long absent;
@@ -74,7 +71,7 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
   }
 }
 
-// A number of each of this thread's columns over the tile, in each thread.
+// Reduces a number of each of this thread's columns over the tile, for every thread.
 template <typename Combine>
 __device__ __forceinline__ void combine_columns(shared_t& shared,
                                                 wide_sum_t (&value)[kVector],
@@ -103,7 +100,7 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
   }
 }
 
-// The logs of the columns to the last digit. All threads of the cluster call it.
+// Accurate logs of the columns. Called by all threads of the cluster.
 __device__ __noinline__ void read_again(const a_t* a, const bool* where,
                                         const tile_t& tile, shared_t& shared,
                                         double (&log)[kVector]) {
@@ -116,7 +113,7 @@ __device__ __noinline__ void read_again(const a_t* a, const bool* where,
                [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
-// The sum of each of this thread's columns over the tile, in each thread.
+// The sum of each of this thread's columns over the tile, in every thread.
 __device__ __forceinline__ void join_columns(shared_t& shared,
                                              total_t (&sum)[kVector]) {
   if constexpr (kShuffles) {
@@ -162,7 +159,7 @@ __device__ __forceinline__ void join_columns(shared_t& shared,
   }
 }
 
-// Whether any thread of the tile says so; all threads of the cluster agree.
+// Whether it is true in any thread of the tile; all threads of the cluster agree.
 __device__ __forceinline__ bool any_of_tile(bool is_true) {
   return kInWarp ? __any_sync(kFullMask, is_true) : __syncthreads_or(is_true);
 }
@@ -175,7 +172,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                               const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const deal how = takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
-  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
+  if (kCluster > 1) cluster_sync();  // no block may be written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
@@ -190,8 +187,8 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     });
     join_columns(shared, sum);
 
-    // All blocks of a cluster have the same sums, and decide alike. Columns beyond the
-    // last are not asked.
+    // All blocks of a cluster have the same sums and decide alike. Columns beyond the
+    // last do not count.
     bool is_doubtful[kVector], any = false;
     double log[kVector];
 #pragma unroll

@@ -1,28 +1,24 @@
 // SPDX-License-Identifier: MIT
-// softmax_logsumexp_shares: log sum exp of many or long columns, in equal shares.
+// softmax_logsumexp_shares: log sum exp of many or long columns, divided evenly over
+// warps.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/column_sum.cuh),  out = log of
-// it.
-//            Where that would lose digits (results near 0, scores beyond 2^20) the
-//            tile, and only such a tile, is read again:  out = max + log1p(sum of the
-//            others).
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/column_sum.cuh),  out = its
+//            log. If that would lose digits (results near 0, scores beyond 2^20), the
+//            tile is read again:  out = max + log1p(sum of the others).
 // Grid       softmax_logsumexp_shares_sum: 1-D; each of kShares warps has an equal
-// share
-//            of the rows of all tiles, one tile after the other.
-//            softmax_logsumexp_shares_merge joins what they found: a warp a tile of few
-//            parts or, if a group is a block, a block a tile.
-// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and
-//            as many on the way, and keeps a sum for each of its kVector columns
-// Memory     a once, 16 bytes an access, neighbouring lanes side by side; a sum a
-// column
-//            and warp between the launches; one number a column is written
-// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
-//            of 16 bits the fast exponential, float sums and a float log
-// Limits     no weights; the last outer axis has stride 1 in a, and there is one
-//            reduced axis
+//            share of the rows of all tiles, in sequence.
+//            softmax_logsumexp_shares_merge adds their sums: one warp per tile of few
+//            parts or, if a group is a block, one block per tile.
+// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and as
+//            many loading, and keeps a sum for each of its kVector columns
+// Memory     a once, 16 bytes per access, lanes contiguous; a sum per column and warp
+//            between the launches; one number per column is written
+// Numbers    exponentials to half an ulp of acc_t, sums and log in double; for 16-bit
+//            results the fast exponential, float sums and a float log
+// Limits     no weights; the last outer axis has stride 1 in a; one reduced axis
 //
-// Parameters SHARES        warps that share the rows
-//            WHOLE         1 if shares are whole tiles: nothing is left to join
+// Parameters SHARES        warps that divide the rows
+//            WHOLE         1 if shares are whole tiles, with nothing to merge
 //            and those of softmax/detail/column_log.cuh
 #include "softmax/detail/column_log.cuh"
 #include "softmax/detail/column_sum.cuh"
@@ -42,7 +38,7 @@ struct shared_t {
   bool is_doubtful[kColumns];
   __device__ shared_t() {}
 };
-// What they exchange where they had elements before.
+// What they exchange in memory that held elements before.
 using numbers_t = partials_t<wide_sum_t>;
 
 extern __shared__ uint4 memory[];
@@ -50,7 +46,7 @@ extern __shared__ uint4 memory[];
 template <typename A, typename B> constexpr bool kSame = false;
 template <typename A> constexpr bool kSame<A, A> = true;
 
-// A float that takes no part is -inf. Other types have no such number.
+// Masked floats are -inf. Other types have no such number.
 constexpr bool kHasInfinity = kSame<a_t, half_t> || kSame<a_t, bfloat16_t> ||
                               kSame<a_t, float> || kSame<a_t, double>;
 constexpr bool kTracks = kHasWhere || !kHasInfinity;
@@ -67,7 +63,7 @@ constexpr bool kPacksMax = !kTracks && sizeof(a_t) == 2 && kVector % 2 == 0;
 constexpr bool kPacksMax = false;
 #endif
 
-// Starts to copy an element, if the hardware copies so few bytes.
+// Starts copying an element, if the hardware can copy so few bytes.
 __device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
 #if __CUDA_ARCH__ >= 800
   if constexpr (sizeof(a_t) >= 4) {
@@ -78,8 +74,8 @@ __device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
   *to = *from;
 }
 
-// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
-// else reads them, so that there is no barrier.
+// Two batches of this thread in shared memory: one loading, one in use. No other thread
+// reads them, so there is no barrier.
 struct ring_t {
   using element_t = vector_t<a_t, kVector>;
   element_t* mine;
@@ -91,8 +87,8 @@ struct ring_t {
   __device__ __forceinline__ element_t& at(int half, int k) const {
     return mine[(half * kHeld + k) * kNumThreads];
   }
-  // Starts to load rows from number `first` of this thread on, of which `rows` are
-  // left; `a` is at its start.
+  // Starts to load rows of this thread from number `first` on, with `rows` left; `a` is
+  // at their start.
   __device__ __forceinline__ void load(int half, const a_t* a, const tile_t& tile,
                                        int first, int rows) const {
     const long long step = tile.step(kA);
@@ -125,7 +121,7 @@ struct ring_t {
     ptx::commit_copies();
 #endif
   }
-  // Waits for all but the last batch that was asked for.
+  // Waits for all batches except the last.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
     ptx::wait_copy_groups<1>();
@@ -133,13 +129,13 @@ struct ring_t {
   }
 };
 
-// The elements that this thread works on at a time; what does not take part is -inf.
+// The elements that this thread works on at a time; masked ones are -inf.
 struct batch_t {
   ring_t ring;
   int half;
-  unsigned long long selected = 0;  // a bit an element, if kTracks
+  unsigned long long selected = 0;  // one bit per element, if kTracks
 
-  // Which of the rows of this thread from number `first` on take part; `rows` are left.
+  // Which rows of this thread from number `first` on are selected; `rows` are left.
   __device__ __forceinline__ void select(const bool* where, const tile_t& tile,
                                          int first, int rows) {
     if constexpr (kTracks) {
@@ -180,9 +176,9 @@ struct batch_t {
     }
   }
 
-  // The same for doubles without comparing doubles: read as floats, their upper halves
-  // have the same order. Whether that is known: infinities have halves of NaN, and
-  // `low` is at least the smallest score.
+  // The same for doubles without comparing doubles: as floats, their upper halves have
+  // the same order. Returns whether the result is known: halves of infinities are NaN,
+  // and `low` is a lower bound of the scores.
   __device__ __forceinline__ bool largest_halves(acc_t (&m)[kVector],
                                                  acc_t (&low)[kVector]) const {
     bool is_known = true;
@@ -248,7 +244,7 @@ struct batch_t {
   template <bool kIsNear>
   __device__ __forceinline__ void add(sums_t (&sum)[kVector]) const {
     if constexpr (kCoarse) {
-      // Rows are read again rather than kept in registers.
+      // Read rows again rather than keep them in registers.
       ptx::compiler_fence();
       float part[kVector] = {};
 #pragma unroll
@@ -268,8 +264,7 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread. The next batch is on the way while one
-// is worked on.
+// Calls take(batch) for all rows of this thread. The next batch loads meanwhile.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
                                              const tile_t& tile, Take take) {
@@ -288,7 +283,7 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
   }
 }
 
-// A number of each of this thread's columns over the tile, in each thread.
+// Reduces a number of each of this thread's columns over the tile, for every thread.
 template <typename Combine>
 __device__ __forceinline__ void combine_columns(shared_t& shared,
                                                 wide_sum_t (&value)[kVector],
@@ -297,7 +292,7 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
     combine_in_warp(value, combine);
   } else {
     numbers_t& numbers = *reinterpret_cast<numbers_t*>(memory);
-    __syncthreads();  // all have read their elements
+    __syncthreads();  // all threads have read their elements
     write_partials(numbers, value, combine);
     __syncthreads();
 #pragma unroll 1
@@ -313,7 +308,7 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
   }
 }
 
-// The logs of the columns to the last digit. All threads of the block call it.
+// Accurate logs of the columns. Called by all threads of the block.
 __device__ __noinline__ void read_again(const a_t* a, const bool* where,
                                         const tile_t& tile, shared_t& shared,
                                         double (&log)[kVector]) {
@@ -326,10 +321,10 @@ __device__ __noinline__ void read_again(const a_t* a, const bool* where,
                [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
-// --- the sums of many threads --------------------------------------------------------
+// --- sums over many threads ----------------------------------------------------------
 
-// The sum of at(0), ..., at(count - 1) in each of kLanes neighbouring lanes; all lanes
-// of a warp call it.
+// The sum of at(0), ..., at(count - 1) in each of kLanes adjacent lanes; called by all
+// lanes of a warp.
 template <int kLanes, typename At>
 __device__ __forceinline__ total_t join(int count, At at) {
   const int own = threadIdx.x % kLanes;
@@ -344,14 +339,14 @@ __device__ __forceinline__ total_t join(int count, At at) {
   return sum;
 }
 
-// Lanes that join the parts of one column.
+// Lanes that add the parts of one column.
 __host__ __device__ constexpr int num_joining() {
   int lanes = kWarpSize;
   while (lanes > 1 && lanes * kColumns > kNumThreads) lanes /= 2;
   return lanes;
 }
 
-// Calls take(c, sum) for each column of the tile in one thread, sum being that of at(c,
+// Calls take(c, sum) for each column of the tile in one thread; sum is that of at(c,
 // 0), ..., at(c, count - 1).
 template <typename At, typename Take>
 __device__ __forceinline__ void join_columns(int count, At at, Take take) {
@@ -392,8 +387,8 @@ __device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
 
 // --- results -------------------------------------------------------------------------
 
-// Writes the logs of a tile of a warp from its `count` parts, part(c, i); a lane has
-// every 32nd column.
+// Writes the logs of a warp's tile from its `count` parts, part(c, i); a lane has every
+// 32nd column.
 template <typename Part>
 __device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
                                               Part part, int count,
@@ -401,9 +396,9 @@ __device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
                                               shared_t& shared) {
   const tile_t& tile = results.tile;
   const int columns = count > 0 ? tile.columns : 0;
-  constexpr int kOwn = (kColumns + kWarpSize - 1) / kWarpSize;  // columns of a lane
+  constexpr int kOwn = (kColumns + kWarpSize - 1) / kWarpSize;  // columns per lane
   const auto column = [](int n) { return threadIdx.x % kWarpSize + n * kWarpSize; };
-  // Parts of all its columns are under way together.
+  // Parts of all its columns load together.
   total_t sum[kOwn];
   for (int i = 0; i < count; ++i) {
 #pragma unroll
@@ -421,7 +416,7 @@ __device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
       sum[n].l += part(column(n), i).in_unit(sum[n].shift);
     }
   }
-  unsigned doubtful = 0;  // a bit a column of this lane
+  unsigned doubtful = 0;  // one bit per column of this lane
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
     if (column(n) >= columns) continue;
@@ -441,8 +436,8 @@ __device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
   }
 }
 
-// Writes the logs of a tile of the block from its `count` parts, as join_columns. All
-// threads of the block call it.
+// Writes the logs of a block's tile from its `count` parts, as join_columns. Called by
+// all threads of the block.
 template <typename Join>
 __device__ __forceinline__ void finish_block(const a_t* a, const bool* where, Join join,
                                              const results_t& results,
@@ -450,7 +445,7 @@ __device__ __forceinline__ void finish_block(const a_t* a, const bool* where, Jo
   const tile_t& tile = results.tile;
   join([&](int c, const total_t& sum) { shared.total[c] = sum.stored(); });
   __syncthreads();
-  // All logs side by side.
+  // All logs in parallel.
   bool any = false;
 #pragma unroll 1
   for (int c = threadIdx.x; c < tile.columns; c += kNumThreads) {
@@ -484,7 +479,7 @@ __device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
 
 // --- equal shares --------------------------------------------------------------------
 
-// Which rows of all tiles, one tile after the other, a warp has.
+// The rows of a warp, counted over all tiles in sequence.
 struct shares_t {
   long long total, share;
 
@@ -496,7 +491,8 @@ struct shares_t {
     }
   }
 
-  // Of a tile: the warp that has its first row, and how many have some.
+  // For a tile: the warp that has its first row, and the number of warps that have
+  // some.
   __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
     return int(tile * layout.row_length / share);
   }
@@ -509,7 +505,7 @@ struct shares_t {
   }
 };
 
-// What there is of a tile: (most parts, kColumns)
+// The partial sums of a tile: (most parts, kColumns)
 template <typename Partial>
 __device__ __forceinline__ Partial* place_of(Partial* partial, long long tile,
                                              int most) {
@@ -561,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   }
 }
 
-// A warp joins a tile of few parts, a block one of many.
+// A warp merges a tile of few parts, a block one of many.
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_shares_merge(const a_t* a, const a_t*, const bool* where,
                                    out_t* out, out_t* sign, const partial_t* partial,

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT
-// softmax_logsumexp_span: log sum exp of short rows that lie back to back.
+// softmax_logsumexp_span: log sum exp of short contiguous rows.
 //
-// Algorithm  As softmax_logsumexp_rows. Rows whose log would lose digits, one of twelve
-//            where there are four normal numbers in each, are put on a list, so that
-//            threads sum those side by side and not each among others that wait.
-// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: one span of
-//            memory, whatever the length of a row
-// Tiles      the span in shared memory; a row in a thread
-// Memory     a once, in vectors of 16 bytes wherever the span begins; one number a row
+// Algorithm  As softmax_logsumexp_rows. Rows whose log would lose digits (one in
+//            twelve, for four normal numbers each) go on a list, so that threads
+//            process them in parallel instead of diverging.
+// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: a contiguous
+//            span of memory, whatever the length of a row
+// Tiles      the span in shared memory; one row per thread
+// Memory     a once, in 16-byte vectors wherever the span starts; one number per row
 // Numbers    as softmax_logsumexp_rows
-// Limits     rows of HELD elements with the next row behind the last; no
-//            weights, no mask
+// Limits     contiguous rows of HELD elements; no weights, no mask
 //
 // Parameters as in softmax/detail/row_log.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/row_log.cuh"
@@ -21,7 +20,7 @@ static_assert(kLanes == 1 && OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
 
-// The sum of the row of this thread; all lanes of a warp call it.
+// The sum of this thread's row; called by all lanes of a warp.
 __device__ __forceinline__ total_t sum_of(const a_t* a, const roots_t<acc_t>& roots) {
   acc_t value[HELD];
 #pragma unroll
@@ -53,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {
-      // Beyond the last row it is whatever lies there, and goes nowhere.
+      // Beyond the last row this computes on garbage that is not stored.
       const int row = of_block + row_of_group();
       const total_t sum = sum_of(from.shared + row * kLength, roots);
       if (row >= rows) continue;
@@ -71,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
       const double log = careful_log(from.shared + row * kLength, kLength);
       store(layout, at + row, finite, log, out, sign);
     }
-    // All have read the span and the list before the next ones come.
+    // All threads have read the span and the list before the next ones load.
     __syncthreads();
   }
 }

@@ -1,27 +1,26 @@
 // SPDX-License-Identifier: MIT
-// softmax_logsumexp_rows: log sum exp of rows whose elements lie side by side.
+// softmax_logsumexp_rows: log sum exp of contiguous rows.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = log of
-// it.
-//            Where that would lose digits (results near 0, scores beyond 2^20) the row,
-//            and only such a row, is read again:  out = max + log1p(sum of the others).
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = its
+//            log. If that would lose digits (results near 0, scores beyond 2^20), the
+//            row is read again:  out = max + log1p(sum of the others).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock * kSets rows at a time,
-//            and goes on to others while there are any. Of few long rows it takes a
-//            part each: softmax_logsumexp_rows_parts sums kParts parts of a row,
-//            softmax_logsumexp_rows_merge joins them.
-// Tiles      a lane has kHeld elements of each of kSets rows in registers; if SETS is 0
-//            it walks over a row of any length, kHeld elements at a time. The next
-//            ones, also those of the next row, are under way meanwhile.
-// Memory     a once, one number a row is written; 16 bytes an access. Short rows that
-//            lie back to back and are not aligned go through shared memory; of longer
-//            ones the ends are read one by one.
-// Numbers    exponentials to half a unit of acc_t, of floats to 2^-22 where the log has
-//            room for it; sums and log in double; for results of 16 bits the fast
-//            exponential and a float log
+//            until none are left. If there are few long rows,
+//            softmax_logsumexp_rows_parts sums kParts parts of each row, one per block,
+//            and softmax_logsumexp_rows_merge adds them.
+// Tiles      a lane has kHeld elements of each of kSets rows in registers; if SETS is
+//            0, it loops over a row of any length, kHeld elements at a time. The next
+//            ones, also those of the next row, load meanwhile.
+// Memory     a once, one number per row is written; 16 bytes per access. Short
+//            unaligned contiguous rows go through shared memory; the ends of longer
+//            ones are read one by one.
+// Numbers    exponentials to half an ulp of acc_t, for floats to 2^-22 where the error
+//            bound of the log allows it; sums and log in double; for 16-bit results the
+//            fast exponential and a float log
 // Limits     no weights, no mask; rows of at least 2 elements
 //
 // Parameters HELD, SETS, PARTS   as above
-//            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
+//            MIN_BLOCKS          blocks per multiprocessor, by registers
 //            all others as in softmax/detail/row_log.cuh
 #include "softmax/detail/row_log.cuh"
 
@@ -30,23 +29,23 @@
 #endif
 constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
 constexpr int kMinBlocks = MIN_BLOCKS;
-constexpr int kVector = 16 / sizeof(a_t);  // elements a vector access
+constexpr int kVector = 16 / sizeof(a_t);  // elements per vector access
 constexpr int kNumVectors = kHeld / kVector;
-constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over it
+constexpr bool kHolds = SETS > 0;  // whole rows; otherwise lanes loop over a row
 constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;
 static_assert(kHeld % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
 
 // --- quick sums ----------------------------------------------------------------------
 
-// A log of 4 or more has room for the error of the exponentials of the special function
-// unit, 2^-22 of each, which take two thirds of the instructions. A row whose log turns
-// out smaller is summed again.
+// A log of 4 or more tolerates the error of the hardware exponential, 2^-22 of each
+// term, which takes a third fewer instructions. A row whose log turns out smaller is
+// summed again.
 constexpr bool kCanBeQuick = sizeof(acc_t) == sizeof(float) && !kCoarse;
 
-// Rows of fewer elements would be summed again too often.
+// Rows with fewer elements would be summed again too often.
 constexpr int kShortestQuick = 64;
 
-// Whether the log of a quick sum may be less than 4: exp(4) < 2^6.
+// Whether the log of a quick sum may be below 4: exp(4) < 2^6.
 __device__ __forceinline__ bool is_too_quick(const total_t& sum) {
   const int exponent = (__double2hiint(sum.l.value) >> 20) - 1023 + sum.shift;
   return is_finite(sum.top) && exponent >= -6 && exponent < 6;
@@ -61,7 +60,7 @@ template <int kCount, int kTogether, typename Score>
 __device__ __forceinline__ void take_in_quickly(total_t& sum, Score score) {
   using range = detail::range<float>;
   constexpr float kHigh = float(kLog2e), kLow = float(kLog2e - double(kHigh));
-  constexpr int kAtOnce = 4;  // are added as floats
+  constexpr int kAtOnce = 4;  // added as floats
   static_assert(kCount % kAtOnce == 0);
   sum.see(warp_reduce<kTogether>(total_t::largest<kCount>(score), largest_nan_t()));
   const float lowest = float(sum.shift - range::kReach) * float(kLn2);
@@ -81,8 +80,8 @@ __device__ __forceinline__ void take_in_quickly(total_t& sum, Score score) {
 
 // --- elements to registers -----------------------------------------------------------
 
-// What a lane holds of a row, as it was read: in whole vectors or, dealt to the lanes
-// one by one, in the same slots. A slot beyond the row holds -inf.
+// A lane's elements of a row, as they were read: in whole vectors or, interleaved over
+// the lanes one by one, in the same slots. Slots beyond the row hold -inf.
 struct held_t {
   vector_t<a_t, kVector> read[kNumVectors];
 
@@ -91,7 +90,7 @@ struct held_t {
     for (int k = 0; k < kVector; ++k) read[v].element[k] = to<a_t>(-infinity<acc_t>());
   }
 
-  // The next vectors of each lane, of `left` that there are. All loads are under way
+  // Loads the next vectors of each lane, of `left` in total. All loads are issued
   // before the first is waited for.
   __device__ __forceinline__ void load_vectors(const a_t* a, int left) {
     if (left >= kNumVectors * kLanes) return load_vectors(a);
@@ -106,7 +105,7 @@ struct held_t {
     }
   }
 
-  // The same where none is missing.
+  // The same, if none is missing.
   __device__ __forceinline__ void load_vectors(const a_t* a) {
 #pragma unroll
     for (int v = 0; v < kNumVectors; ++v) {
@@ -114,7 +113,7 @@ struct held_t {
     }
   }
 
-  // The first of `length` elements; of shared memory too.
+  // Loads the first of `length` elements; also from shared memory.
   __device__ __forceinline__ void load_singles(const a_t* a, int length) {
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
@@ -127,7 +126,7 @@ struct held_t {
   __device__ __forceinline__ acc_t score(int j) const {
     return to<acc_t>(read[j / kVector].element[j % kVector]);
   }
-  // Adds all that the lane holds; kTogether lanes share a row.
+  // Adds all elements of the lane; kTogether lanes share a row.
   template <int kTogether, bool kQuickly = false>
   __device__ __forceinline__ void add_to(total_t& sum,
                                          const roots_t<acc_t>& roots) const {
@@ -140,7 +139,7 @@ struct held_t {
   }
 };
 
-// Elements before the first that is aligned to a vector.
+// Number of elements before the first one aligned to a vector.
 __device__ __forceinline__ int num_before_aligned(const a_t* a) {
   return int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t)) & (kVector - 1);
 }
@@ -160,7 +159,7 @@ struct piece_t {
   }
 };
 
-// What is under way for a lane: the next vectors of a piece, and one of its edges.
+// What a lane is loading: the next vectors of a piece, and one of its edges.
 struct ahead_t {
   held_t held;
   acc_t edge;
@@ -175,8 +174,8 @@ struct ahead_t {
   }
 };
 
-// The sum of a piece that has begun; `next` begins while the last vectors are worked
-// on. All lanes of a warp call it, for the same piece.
+// The sum of a piece whose loads have started; those of `next` start during the last
+// vectors. Called by all lanes of a warp, for the same piece.
 template <bool kQuickly>
 __device__ __forceinline__ total_t sum_of(const piece_t& piece, const piece_t& next,
                                           ahead_t& ahead, const roots_t<acc_t>& roots) {
@@ -204,13 +203,13 @@ __device__ __forceinline__ total_t sum_of(const piece_t& piece, const piece_t& n
 
 // --- short rows ----------------------------------------------------------------------
 
-// Rows of one block that lie back to back: read as vectors, then put into shared memory
-// at the alignment that they have in global memory.
+// Contiguous rows of one block: read as vectors, then stored in shared memory with the
+// alignment that they have in global memory.
 struct staged_t {
   static constexpr int kSize = kHolds ? kNumThreads * kHeld * kSets + kVector : 1;
   static constexpr int kSteps = kHeld * kSets / kVector;
   vector_t<a_t, kVector> read[kSteps];
-  a_t before, after;  // of the first aligned vector, of the last
+  a_t before, after;  // before the first aligned vector, after the last
 
   __device__ __forceinline__ void load(const a_t* a, int count) {
     const int head = min(num_before_aligned(a), count);
@@ -225,14 +224,14 @@ struct staged_t {
     if (tail + int(threadIdx.x) < count) after = a[tail + threadIdx.x];
   }
 
-  // Returns where the first of the elements stands; `a` and `count` as for load.
+  // Returns the address of the first element; `a` and `count` as in load.
   __device__ __forceinline__ const a_t* store(const a_t* a, int count) const {
     __shared__ __align__(16) unsigned char bytes[kSize * sizeof(a_t)];
     const int head = min(num_before_aligned(a), count);
     const int num_vectors = (count - head) / kVector;
     const int tail = head + num_vectors * kVector;
     a_t* first = reinterpret_cast<a_t*>(bytes) + (head == 0 ? 0 : kVector - head);
-    __syncthreads();  // the rows before have been read
+    __syncthreads();  // the previous rows have been read
 #pragma unroll
     for (int v = 0; v < kSteps; ++v) {
       const int i = v * kNumThreads + threadIdx.x;
@@ -248,8 +247,8 @@ struct staged_t {
   }
 };
 
-// Rows of a warp are neighbours, so that their results are written together: which of
-// the rows of a block a lane has.
+// The row of a lane among those of a block. Rows of a warp are adjacent, so that their
+// results are written together.
 __device__ __forceinline__ int index_of_set(int set) {
   constexpr int kAtOnce = kWarpSize / kWarpLanes;  // rows of a warp
   const int warp = threadIdx.x / kWarpSize;
@@ -259,10 +258,10 @@ __device__ __forceinline__ long long row_of_set(long long block_row, int set) {
   return block_row + index_of_set(set);
 }
 
-// One result a row of this lane's group; lane j has those of sets j, j + kLanes, ...
+// One result per row of this lane's group; lane j has those of sets j, j + kLanes, ...
 [[maybe_unused]] constexpr int kResults = (kSets + kLanes - 1) / kLanes;
 
-// How the elements of short rows come to their lanes.
+// How the elements of short rows reach their lanes.
 enum class path { kVectors, kStaged, kSingles };
 
 template <path kPath>
@@ -278,7 +277,7 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
     return left < kRows ? (left > 0 ? int(left) : 0) : kRows;
   };
 
-  // The next rows are under way while these are worked on.
+  // The next rows load while these are processed.
   held_t ahead[kSets];
   staged_t staged;
   const auto load = [&](long long block_row) {
@@ -312,8 +311,7 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
     }
     load(block_row + (long long)gridDim.x * kRows);
 
-    // Each lane keeps the sums of its own sets, so that the logs are taken side by
-    // side.
+    // Each lane keeps the sums of its own sets, so that logs are computed in parallel.
     total_t kept[kResults];
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
@@ -365,8 +363,8 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
 
 // --- long rows -----------------------------------------------------------------------
 
-// The sum over the lanes of a row, in each of them. Two calls in a row take the two
-// places in turn, so that none writes what another warp still reads.
+// The sum over the lanes of a row, in each of them. Consecutive calls alternate between
+// two slots, so that none writes what another warp still reads.
 __device__ __forceinline__ total_t join_lanes(total_t sum, int place) {
   sum.join<kWarpLanes>();
   if constexpr (kLanes > kWarpSize) {
@@ -397,7 +395,7 @@ __device__ __forceinline__ void finish_row(const a_t* a, out_t* out, out_t* sign
 __device__ __forceinline__ void long_rows(const a_t* a, out_t* out, out_t* sign,
                                           partial_t* partial, const layout_t& layout) {
   const long long length = layout.row_length;
-  // Whole vectors a part: all parts of a row have its alignment.
+  // Whole vectors per part: all parts of a row have its alignment.
   long long size = (length + kParts - 1) / kParts;
   size = (size + kVector - 1) / kVector * kVector;
   const int part = blockIdx.x % kParts;
@@ -417,10 +415,10 @@ __device__ __forceinline__ void long_rows(const a_t* a, out_t* out, out_t* sign,
   for (; row < layout.num_rows; row += step) {
     const piece_t piece = next;
     next = piece_of(row + step);
-    // Of parts nobody knows yet how large the log will be.
+    // For parts, it is not known yet how large the log will be.
     constexpr bool kQuickly = kCanBeQuick && kParts == 1;
     total_t sum = join_lanes(sum_of<kQuickly>(piece, next, ahead, roots), place);
-    if (kQuickly && is_too_quick(sum)) {  // as all threads of the row find
+    if (kQuickly && is_too_quick(sum)) {  // all threads of the row agree
       place ^= 1;
       ahead_t again;
       again.begin(piece);

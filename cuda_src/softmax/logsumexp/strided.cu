@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT
-// softmax_logsumexp: log |sum_i b_i exp(a_i)| of each row, by one read.
+// softmax_logsumexp: log |sum_i b_i exp(a_i)| of each row, in one pass.
 //
 // Algorithm  the online recurrence of softmax_online with a weight b_i:
 //                m' = max(m, a_i),  l = l exp(m - m') + b_i exp(a_i - m')
 //            and at the end  out = m + log |l|,  sign = sign of l.
-//            b_i == 0 drops its element, whatever a_i is. A result near 0 is a sum near
-//            1, whose small terms were lost beside the large: such a row, and only
-//            such, is read again, with out = a_max + log1p(sum of the others).
+//            b_i == 0 drops its element, whatever a_i is. A result near 0 is the log of
+//            a sum near 1, which swallowed its small terms: such a row is read again,
+//            with out = a_max + log1p(sum of the others).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
-// Memory     a and b once, one number a row is written; any strides
+// Memory     a and b once, one number per row is written; any strides
 // Numbers    exponentials in acc_t of exact differences; sums and log in double
 // Limits     none. A negative sum gives NaN unless the sign is asked for.
 //
 // Parameters A_T, B_T, OUT_T   element types of a, b, and of out and sign
 //            HAS_B, HAS_WHERE  1 if there are weights, a mask
-//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+//            OUTER_AXES, REDUCED_AXES   number of axes of each kind
 //            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #include "common/math.cuh"
 #include "common/strides.cuh"
@@ -32,7 +32,7 @@ constexpr bool kHasB = HAS_B, kHasWhere = HAS_WHERE;
 
 enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
 
-// The problem, as packed by the host.
+// The problem, packed by the host.
 struct layout_t {
   long long num_rows, row_length;
   long long returns_sign;
@@ -40,15 +40,15 @@ struct layout_t {
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
 };
 
-// m + log l for l > 0, to the last digits also where m and log l cancel: a Newton step
-// with the residual l exp(m - result) - 1.
+// m + log l for l > 0, accurate also where m and log l cancel: a Newton step with the
+// residual l exp(m - result) - 1.
 __device__ __forceinline__ double shifted_log(double m, double l) {
   const double result = m + log(l);
   if (!is_finite(result)) return result;
   return result + (l * exp_diff_exact(m, result) - 1);
 }
 
-// An element of a row; one that takes no part has weight 0 and score -inf.
+// An element of a row; a masked one has weight 0 and score -inf.
 template <typename T> struct term_t {
   T score;
   double weight;
@@ -73,8 +73,8 @@ struct row_t {
     return {is_selected ? to<T>(a[at.of[kA]]) : -infinity<T>(), weight};
   }
 
-  // The sum with nothing subtracted: of infinite scores or weights. All lanes of a warp
-  // call it.
+  // The sum without subtracting anything, for infinite scores or weights. Called by all
+  // lanes of a warp.
   __device__ double plain_sum() const {
     double sum = 0;
     for (long long i = lane(); i < length; i += kLanes) {
@@ -84,9 +84,9 @@ struct row_t {
     return row_sum(sum);
   }
 
-  // log of the row's sum when that is near 1: the largest score plus log1p of all the
-  // rest, which never meets the 1 that it is small against. All lanes of a warp call
-  // it.
+  // log of the row's sum when that is near 1: the largest score plus log1p of all other
+  // terms, which are never added to the 1 that would swallow them. Called by all lanes
+  // of a warp.
   __device__ double log_near_one() const {
     double m = -infinity<double>();
     for (long long i = lane(); i < length; i += kLanes) {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
     running_t<acc_t> sum;
     for (long long i = lane(); i < row.length; i += kBatch * kLanes) {
-      // kBatch elements at a time, so that their loads are under way together.
+      // kBatch elements at a time, so that their loads are in flight together.
       term_t<acc_t> terms[kBatch];
       acc_t m = -infinity<acc_t>();
 #pragma unroll
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     double l = sum.l.value;
     double result = shifted_log(sum.shift(), abs_of(l));
     if constexpr (kHasB) {
-      // What is subtracted has no part in a sum that is infinite, or none.
+      // Nothing may be subtracted in an infinite sum.
       const bool is_infinite = !is_finite(l);
       if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
         const double plain = row.plain_sum();
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
         }
       }
     }
-    // Half a unit and more from 0 the digits above are enough.
+    // At a distance of 0.5 or more from 0 the digits above suffice.
     const bool is_near_zero = l > 0 && abs_of(result) < 0.5;
     if (kLanes > kWarpSize ? is_near_zero : __any_sync(kFullMask, is_near_zero)) {
       const double precise = row.log_near_one();

@@ -1,22 +1,21 @@
 // SPDX-License-Identifier: MIT
-// softmax_trail: long rows in one launch; who writes a row follows who sums it so soon
-// that the second read finds it in L2.
+// softmax_trail: long rows in one launch; rows are written so soon after they are
+// summed that the second read hits L2.
 //
-// Algorithm  softmax_trail_clear: nothing is published yet. softmax_trail: along a
-// queue of
-//            parts (softmax/detail/tile_queue.cuh). Who sums the last part of a row
-//            waits for the other sums, joins them and tells the row's; who writes waits
-//            for that.
+// Algorithm  softmax_trail_clear resets what blocks publish. softmax_trail walks over a
+//            queue of row parts (softmax/detail/tile_queue.cuh). The block that sums
+//            the last part of a row waits for the other sums, adds them and publishes
+//            the sum of the row; blocks that write wait for that.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
-// Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
-// Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
-//            of unaligned rows element by element; 16 bytes a part between blocks
+// Tiles      a part of a row: kHeld 16-byte vectors per thread, in registers
+// Memory     x twice, the second time from L2; out once; 16 bytes per access, ends of
+//            unaligned rows element by element; blocks exchange 16 bytes per part
 // Numbers    as softmax_split; the exponentials that are summed are those that are
 //            written. Doubles by a table, as softmax_tiled
 // Limits     reduced axis contiguous in x and out; rows that L2 can hold; no mask;
 //            sm_80 or newer
 //
-// Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+// Parameters MIN_BLOCKS   blocks per multiprocessor that registers must suffice for
 //            and those of softmax/detail/params.cuh and softmax/detail/tile_queue.cuh
 #include "ptx/cache_hint.cuh"
 #include "ptx/opaque.cuh"
@@ -26,24 +25,23 @@
 #include "softmax/detail/published.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kVector = 16 / kWidest;  // elements per vector access
 static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
 
-// How a part is summed: doubles by a table; floats in powers of two, by the way that
-// they are written if that is a cheap one.
+// How a part is summed: doubles by a table; floats in powers of two, in the same way as
+// they are written if that is cheap.
 constexpr bool kHasRoots = sizeof(acc_t) == sizeof(double);
 constexpr bool kHasPowers = finish_in_powers_t::kTakes || kCoarse;
 constexpr exps kHow = kHasRoots ? exps::kByTable : exps::kOfScore;
 
-// --- the queue
-// ------------------------------------------------------------------------
+// --- the queue -----------------------------------------------------------------------
 
 __device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks publish for each other: the next number; of each row, and of each part, a
-// sum l exp(m) as the two numbers.
+// What blocks publish: the next position in the queue; and for each row and part a sum
+// l exp(m), as two numbers.
 struct board_t {
   unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows)
   unsigned num_rows;
@@ -62,7 +60,7 @@ struct board_t {
     published_t::publish(at, sum.l);
     published_t::publish(at + 1, sum.m);
   }
-  // Waits until it has been published.
+  // Waits until it is published.
   static __device__ __forceinline__ partial_t read(const unsigned long long* at) {
     unsigned long long l, m;
     while (true) {
@@ -90,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
 struct piece_t : row_part_t<kVector> {
   const layout_t& layout;
-  // A row that L2 can hold has fewer than 2^31 elements.
+  // A row that fits into L2 has fewer than 2^31 elements.
   const x_t* x;  // from its first whole vector on
   out_t* out;
 
@@ -113,7 +111,7 @@ struct piece_t : row_part_t<kVector> {
   }
 };
 
-// What a thread has of a part, in registers. Places beyond the row hold -inf.
+// A thread's elements of a part, in registers. Slots beyond the row hold -inf.
 template <typename T> struct held_t {
   using vector = vector_t<T, kVector>;
   vector read[kHeld];
@@ -139,8 +137,8 @@ template <typename T> struct held_t {
     }
     edge = piece.has_edge() ? piece.x[piece.edge] : padding<T>();
   }
-  // Keeps narrow elements as they came, and nothing that was computed from them: both
-  // together would take too many registers.
+  // Keeps only narrow elements in registers, and not also what was computed from them,
+  // which would take too many.
   __device__ __forceinline__ void forget() {
     if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
 #pragma unroll
@@ -161,7 +159,7 @@ template <typename T> struct held_t {
   }
 };
 
-// visit(score) for all elements.
+// Calls visit(score) for all elements.
 template <typename Visit>
 __device__ __forceinline__ void each(const held_t<x_t>& held, const piece_t& piece,
                                      Visit visit) {
@@ -173,7 +171,7 @@ __device__ __forceinline__ void each(const held_t<x_t>& held, const piece_t& pie
   visit(piece.score(held.edge));
 }
 
-// The largest score of the warp; NaN if there is one, but of doubles.
+// The largest score of the warp; NaN if there is one, except for doubles.
 __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
   if constexpr (kHasRoots) return larger_finite_t()(a, b);
   return detail::largest_nan(a, b);
@@ -182,7 +180,7 @@ template <typename T>
 __device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& piece) {
   acc_t m = piece.score(held.edge).key;
   if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
-    auto of_all = held.at(0);  // no conversion is needed
+    auto of_all = held.at(0);  // no conversion needed
 #pragma unroll
     for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, held.at(k));
 #pragma unroll
@@ -195,7 +193,7 @@ __device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& p
 
 // --- sums ----------------------------------------------------------------------------
 
-// The sum of a warp whatever the scores are, one by one and read again.
+// The sum of a warp for any scores, one by one, with a second read.
 __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
   running_t<acc_t> sum;
   const auto take = [&](x_t element) {
@@ -211,7 +209,7 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
   return partial_of(warp_reduce(sum, merge_t<>()), keys_t(piece.layout));
 }
 
-// The sum of a warp; one that is not finite is none.
+// The sum of a warp; invalid if it is not finite.
 template <exps kHow>
 __device__ __forceinline__ partial_t sum_of_roots(const held_t<x_t>& held,
                                                   const piece_t& piece, acc_t m) {
@@ -229,7 +227,7 @@ __device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
     if constexpr (kCoarse) return exp2f(fmaf(s.key, float(kLog2e), -power.unit));
     return power(s);
   };
-  // Four are added as floats; of what becomes 16 bits, those of a vector.
+  // Four terms are added as floats; for 16-bit results, those of a vector.
   double l = term(piece.score(held.edge));
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -282,7 +280,7 @@ __device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
   return sum;
 }
 
-// Joins sums of warps, in all lanes of one.
+// Adds the sums of warps, in all lanes of one warp.
 __device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps],
                                                 keys_t keys) {
   const partial_t own = sums[threadIdx.x % kWarps];
@@ -290,7 +288,7 @@ __device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps],
   return {warp_reduce<kWarps>(scaled_to(own, m, keys), plus_t()), m};
 }
 
-// Joins what is published of the parts of a row, by a block, and publishes it.
+// Adds the published sums of the parts of a row, by one block, and publishes the total.
 __device__ __forceinline__ void join_parts(const board_t& board, unsigned row,
                                            unsigned parts, keys_t keys) {
   const unsigned long long* const published = board.of_part(row * parts);
@@ -348,7 +346,7 @@ __device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& pi
   if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
 }
 
-// The same for scores where the quick way does not reach, one by one and read again.
+// The same for scores out of range of the quick way, one by one, with a second read.
 __device__ __forceinline__ void write_carefully(const piece_t& piece,
                                                 const finish_t& finish) {
   const auto write_one = [&](int i) {
@@ -380,10 +378,10 @@ __device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& pi
   }
 }
 
-// --- who writes ----------------------------------------------------------------------
+// --- the blocks ----------------------------------------------------------------------
 
-// What the threads of a block share. Of two places one is written while the other may
-// still be read.
+// Shared by the threads of a block. Two slots: one is written while the other may still
+// be read.
 struct shared_t {
   unsigned next[2];
   last_step_t step[2];
@@ -407,7 +405,7 @@ struct block_t {
     __syncthreads();
     return shared.next[1];
   }
-  // Sums a part and publishes it; takes the next number meanwhile.
+  // Sums a part and publishes it; takes the next position meanwhile.
   __device__ __forceinline__ void sum(held_t<x_t>& held, const piece_t& piece,
                                       unsigned part, int turn) const {
     unsigned ahead;
@@ -435,7 +433,7 @@ struct block_t {
   }
 };
 
-// Along the queue.
+// Walks along the queue.
 __device__ __forceinline__ void walk(const block_t& block) {
   const tile_queue_t& queue = block.queue;
   unsigned number = block.take_first();

@@ -1,31 +1,30 @@
 // SPDX-License-Identifier: MIT
-// softmax_span: short rows that lie back to back, many of them at a time.
+// softmax_span: short contiguous rows, many at a time.
 //
-// Algorithm  As softmax_safe, on rows that are held in registers.
-// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: one span of
-//            memory, whatever the length of a row
+// Algorithm  As softmax_safe, on rows held in registers.
+// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: a contiguous
+//            span of memory, whatever the length of a row
 // Tiles      the span in shared memory; a row in kLanes threads, HELD elements each
-// Memory     x and out once, in vectors of 16 bytes wherever the span begins; a row of
-//            7 numbers alone would leave most of each access unused
+// Memory     x and out once, in 16-byte vectors wherever the span starts; a row of 7
+//            numbers alone would leave most of each access unused
 //            shared: the spans of x and of out, kSpanRows * kLanes * HELD elements and
 //            two vectors each
 // Numbers    as softmax_tiled
-// Limits     rows of at most kLanes * HELD elements with the next row behind the last
-//            in x and in out; no mask
+// Limits     contiguous rows of at most kLanes * HELD elements in x and in out; no mask
 //
 // Parameters as in softmax/detail/params.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/exp_policy.cuh"
 
-// A scale takes registers, too.
+// A scale takes registers as well.
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;
 static_assert(!kHasWhere && OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
 
-// One row from shared memory to shared memory, from a lane's first element on, with so
-// many left.
+// One row from shared memory to shared memory, starting at a lane's first element, with
+// `left` elements from there on.
 __device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
                                             const layout_t& layout) {
   acc_t value[HELD];
@@ -50,7 +49,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
         !kScaled || has(j) ? score_t(value[j], layout) : score_t::absent(layout);
     const acc_t e = exp_of_row(s);
     exp_of_row.add(sum, e);
-    if (!kLog) value[j] = e;  // softmax needs no more of x than this
+    if (!kLog) value[j] = e;  // softmax needs nothing else of x
   }
   sum = exp_of_row.sum_of(sum);
   const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));
@@ -82,13 +81,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {
       const int row = of_block + row_of_group();
-      // Beyond the last row it is whatever lies there, and goes nowhere.
+      // Beyond the last row this computes on garbage that is not stored.
       const int first = row * length + lane();
       softmax_row(from.shared + first, onto.shared + first, length - lane(), layout);
     }
     __syncthreads();
     onto.store();
-    // All have read x and out before the next span comes.
+    // All threads have read x and out before the next span loads.
     __syncthreads();
   }
 }

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: MIT
-// softmax_short: short rows of whole vectors that lie back to back.
+// softmax_short: short contiguous rows that consist of whole vectors.
 //
-// Algorithm  As softmax_safe, on rows that are held in registers.
+// Algorithm  As softmax_safe, on rows held in registers.
 // Grid       1-D; a block of kNumThreads takes kSets * kRowsPerBlock rows at a time
-// Tiles      a row in kLanes threads that are neighbours, as their vectors are in
-//            memory: kHeld vectors of 16 bytes each, of kSets rows
+// Tiles      a row in kLanes adjacent threads, with its vectors in memory order: kHeld
+//            16-byte vectors each, of kSets rows
 // Memory     x and out once, in vectors
-// Numbers    as softmax_tiled, softmax bit for bit; exponentials of 16 bits are
+// Numbers    as softmax_tiled, bit for bit for softmax; 16-bit exponentials are
 //            computed once, as there is room to keep them
-// Limits     rows of kLanes * HELD elements, with the next row behind the last in x and
-//            in out, which are of one type and begin at whole vectors; no mask and no
-//            scale
+// Limits     contiguous rows of kLanes * HELD elements in x and in out, which have the
+//            same type and start at whole vectors; no mask and no scale
 #include "common/vector.cuh"
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/row_exp.cuh"
@@ -51,7 +50,7 @@ __device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[k
   return warp_reduce<kLanes>(m, largest_t());
 }
 
-// The results of a row in place of its scores.
+// Replaces the scores of a row by its results.
 __device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld],
                                             const layout_t& layout) {
   const acc_t largest = largest_of(part);
@@ -85,14 +84,14 @@ __device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld
 extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     softmax_short(const x_t* x, const bool*, out_t* out,
                   const __grid_constant__ layout_t layout) {
-  constexpr int kRows = kSets * kRowsPerBlock;  // that the block has at a time
+  constexpr int kRows = kSets * kRowsPerBlock;  // rows per block at a time
   const int of_block = threadIdx.x / kLanes;
   for (long long at = (long long)blockIdx.x * kRows; at < layout.num_rows;
        at += (long long)gridDim.x * kRows) {
     const auto has = [&](int s) {
       return at + s * kRowsPerBlock + of_block < layout.num_rows;
     };
-    // Vector v of this thread in set s, from the first element of the block's rows on.
+    // Position of vector v of this thread in set s, from the block's first element on.
     const auto position = [&](int s, int v) {
       return (s * kRowsPerBlock + of_block) * kLength + (v * kLanes + lane()) * kVector;
     };

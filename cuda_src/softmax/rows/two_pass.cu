@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: MIT
-// softmax_split: long rows by two launches, the first for sums and the second for
-// results.
+// softmax_split: long rows in two launches, one for sums, one for results.
 //
 // Algorithm  softmax_split_sum: each block sums the exponentials of its part of a row:
 //            floats in powers of two (softmax/detail/scaled_sum.cuh); doubles, and
-//            parts where those do not reach, as softmax_online does.
-//            softmax_split_write: each block joins the sums of its row and writes its
-//            part: out_i = exp(s_i - m) / l (log_softmax: (s_i - m) - log l).
+//            parts out of range for that, as softmax_online. softmax_split_write: each
+//            block adds the sums of its row and writes its part: out_i = exp(s_i - m) /
+//            l (log_softmax: (s_i - m) - log l).
 // Grid       1-D, num_rows * kParts blocks of kLanes threads
-// Memory     x twice, the second time from L2 where it fits there; out once; 16 bytes
-//            an access, the ends of unaligned parts element by element
+// Memory     x twice, the second time from L2 where it fits; out once; 16 bytes per
+//            access, unaligned ends element by element
 // Numbers    as softmax_online
 // Limits     reduced axis contiguous in x and out
 //
@@ -18,8 +17,8 @@
 #include "softmax/detail/row_splits.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements a vector access
-// Vectors that a thread asks for together.
+constexpr int kVector = 16 / kWidest;  // elements per vector access
+// Vectors that a thread loads together.
 constexpr int kTogether = kVector >= 8 ? 2 : 4;
 
 // A part of a row of x, where and out.
@@ -48,9 +47,9 @@ struct work_t {
     return selected(i) ? score_t(to<acc_t>(value), layout) : score_t::absent(layout);
   }
 
-  // Calls visit(first element, vector) for the vectors of this thread, then visit_edge
-  // (element) for its elements of head and tail. Loads of kTogether vectors are under
-  // way together.
+  // Calls visit(first element, vector) for this thread's vectors, then
+  // visit_edge(element) for its elements of head and tail. kTogether vectors load at
+  // the same time.
   template <typename Visit, typename VisitEdge>
   __device__ __forceinline__ void for_each(Visit visit, VisitEdge visit_edge) const {
     constexpr int kStep = kTogether * kLanes;
@@ -91,14 +90,14 @@ __device__ __forceinline__ void add_all(const work_t& work, Sum& sum) {
       });
 }
 
-// The sum over the block as softmax_online has it, whatever the scores are.
+// The sum over the block as in softmax_online, for any scores.
 __device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
   running_t<acc_t> sum;
   add_all(work, sum);
   return group_reduce<kLanes>(sum, merge_t(keys_t(work.layout)));
 }
 
-// The sum of the block in each thread, or with a `top` that says it is none.
+// The sum of the block in each thread; `top` tells whether it is valid.
 __device__ __forceinline__ powers_t sum_of_powers(const work_t& work) {
   powers_t sum;
   add_all(work, sum);

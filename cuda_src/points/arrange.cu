@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// points_arrange: a cloud with its log weights and values in the order of the curve,
-// one array an axis, padded to whole tiles; and the boxes of its tiles.
+// points_arrange: copies a cloud with its log weights and values into curve order, one
+// array per axis, padded to whole tiles; points_arrange_boxes: the boxes of its tiles.
 //
-// points_arrange_boxes takes one warp a tile of BOX_POINTS points. A tile with a point
-// that is not finite gets a box that holds everything, so that no bound leaves it out.
+// points_arrange_boxes uses one warp per tile of BOX_POINTS points. A tile with a
+// nonfinite point gets a box that contains everything, so that no bound skips it.
 // Corners are rounded outwards to float32.
 
 #include "common/math.cuh"
@@ -84,7 +84,7 @@ extern "C" __global__ void points_arrange_boxes(
     }
     low = -warp_max(-low);
     high = warp_max(high);
-    // Seen from the middle as kernels compute it, nothing is farther than this.
+    // No distance from the middle, as kernels compute it, exceeds this.
     const float half = 0.5f * __fsub_ru(high, low) * 1.000001f;
     reach = fmaf(half, half, reach);
     if (lane == 0) {
@@ -94,7 +94,7 @@ extern "C" __global__ void points_arrange_boxes(
   }
   is_odd = __any_sync(kFullMask, is_odd);
 
-  // Of sums without weights the largest value stands for the largest weight.
+  // For sums without weights the largest value takes the role of the largest weight.
   float top = -inf, bottom = inf;
   value_t largest = 0;
   for (int j = lane; j < BOX_POINTS; j += kWarpSize) {

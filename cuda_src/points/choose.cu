@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
-// points_choose: whether series.cu takes the smooth pairs of tiles, and which degree.
+// points_choose: decides whether series.cu takes the smooth pairs of tiles, and its
+// degree.
 //
-// Algorithm  Pairs of sampled row blocks and tiles are counted: those that matter at
-//            all, and of these those that each degree could take. The degree with the
-//            least cost wins, a pair by tensor cores being 1.
+// Algorithm  Counts pairs of sampled row blocks and tiles: those that matter at all,
+//            and those among them that each degree could take. The degree with the
+//            least cost wins, where a pair on tensor cores costs 1.
 // Grid       (sampled row blocks, batch); the last block of an entry decides
 
 #include "points/tiles.cuh"
@@ -11,7 +12,7 @@
 constexpr int kThreads = 256;
 constexpr int kGroups = 8;
 constexpr int kDegrees = 3;
-constexpr int kMostTiles = 1024;  // that a block looks at
+constexpr int kMostTiles = 1024;  // sampled per block
 constexpr float kWorthwhile = 0.9f;
 
 struct degrees_t {
@@ -19,7 +20,7 @@ struct degrees_t {
   float cut[kDegrees], cost[kDegrees];
 };
 
-// Of an entry, all 0 before.
+// Per entry; all 0 at the start.
 struct tally_t {
   int num_pairs, num_smooth[kDegrees], num_blocks;
 };

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
-// points_combine: the parts of each row become its result, at the row's own place.
+// points_combine: combines the parts of each row into its result, in the original
+// order.
 //
-// A row whose digits the launches before cannot promise is named in `redo`, and in a
-// repair only rows so named are written (or all, where sums were too small to skip by).
-// An error of a score is some 2^-24 of what it is made of: at most `top - lse`, since
-// the heaviest keys may be the nearest. A log-sum may be 2 ulp off, so that a large one
-// may have larger scores: by `slack`, which hangs on the kernel that made the parts.
+// Rows whose accuracy the earlier launches cannot guarantee are flagged in `redo`, and
+// a repair writes only flagged rows (or all, where sums were too small for skipping).
+// The error of a score is about 2^-24 of its terms: at most `top - lse`, since the
+// heaviest keys may be the nearest. A log-sum may be off by 2 ulp, so a large one may
+// hide larger scores: by `slack`, which depends on the kernel that computed the parts.
 
 #include "common/math.cuh"
 #include "points/params.cuh"
@@ -14,7 +15,7 @@ using accum_t = ACCUM_T;
 
 constexpr double kLargeScore = 16;  // bits
 
-// One thread a row; the grid's second axis counts chunks of columns.
+// One thread per row; the second axis of the grid counts chunks of columns.
 extern "C" __global__ void points_combine(
     const double* __restrict__ refs,      // part_row
     const accum_t* __restrict__ parts,    // part_row, kSums to each part

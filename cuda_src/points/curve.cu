@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// points_curve: the place of each point on a Hilbert curve through its cloud's box.
+// points_curve: the position of each point on a Hilbert curve through its cloud's box.
 //
 // Algorithm  Skilling, "Programming the Hilbert curve" (2004): coordinates of kBits
 //            bits each become the transposed index, whose bits are then interleaved.
 // Grid       (ceil(num_points / block), batch)
-// Limits     kDim kBits <= 63; points that are not finite get any place
+// Limits     kDim kBits <= 63; nonfinite points get an arbitrary position
 
 #include "common/reduce.cuh"
 #include "points/ordered.cuh"
@@ -13,7 +13,7 @@ using coord_t = COORD_T;
 constexpr int kDim = DIM;
 constexpr int kBits = kDim == 1 ? 31 : (63 / kDim > 20 ? 20 : 63 / kDim);
 
-// The box of a cloud: of each axis the largest -x and x, as ordered(); 0 before.
+// The box of a cloud: the largest -x and x of each axis, as ordered(); starts at 0.
 extern "C" __global__ void points_curve_bounds(
     const coord_t* __restrict__ x,  // (batch, num_points, kDim)
     unsigned* __restrict__ bounds,  // (batch, 2, kDim)

@@ -1,23 +1,22 @@
 // SPDX-License-Identifier: MIT
-// points_direct: sums over all keys by differences of coordinates, for any data.
+// points_direct: sums over all keys from differences of coordinates, for any data.
 //
 // Algorithm  q_ij = scale sum_d (x_id - y_jd)^2,  s_ij = h_j + exponent(q_ij) - m_i,
 //            l_i += 2^s_ij factor(q_ij),  o_i += 2^s_ij factor(q_ij) b_j
-//            Sums without weights (WEIGHTS 0) have h_j = 0, one m for all and no l_i.
+//            Sums without weights (WEIGHTS 0) have h_j = 0, a common m and no l_i.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
-// Tiles      threads stand 16 x 16 and own kRows rows and kKeys keys each: 16 kRows
-// rows
-//            and kStep keys at a time, their coordinates in shared memory. Up to 8
+// Tiles      the threads form 16 x 16 and own kRows rows and kKeys keys each: 16 kRows
+//            rows and kStep keys at a time, with coordinates in shared memory. Up to 8
 //            axes a tile of 256 keys is loaded whole; above, kChunk axes at a time.
 // Skipping   up to 8 axes, by the boxes of tiles (tiles.cuh)
-// Numbers    differences, distances and scores in wide_t until the reference is off;
-//            exponentials and sums in accum_t. A lane sums 16 to 32 terms, lanes join,
-//            and totals keep their rounding errors.
-// References m_i is the largest score of the first tile that a row sees. It moves where
-//            the bound of a tile says that a sum could overflow, and when a sum is
-//            tall.
-// Repair     only blocks that `redo` names, or sums that are too small beside the
-//            values for what the first launch skipped.
+// Numbers    differences, distances and scores in wide_t until the reference is
+//            subtracted; exponentials and sums in accum_t. A lane sums 16 to 32 terms,
+//            then lanes are added, and totals keep their rounding errors.
+// References m_i is the largest score of the first tile that a row sees. It moves if
+// the bound of
+//            a tile allows a sum to overflow, and if a sum is large.
+// Repair     only blocks flagged in `redo`, or sums too small, relative to the values,
+//            for what the first launch skipped.
 
 #include "common/exp2_f64.cuh"
 #include "points/sums.cuh"
@@ -27,7 +26,7 @@ using coord_t = COORD_T;
 using wide_t = WIDE_T;
 using accum_t = ACCUM_T;
 
-constexpr float kLowestRef = -100;  // of sums: a near key must not overflow
+constexpr float kLowestRef = -100;  // without weights: a near key must not overflow
 constexpr int kSide = 16;
 constexpr int kThreads = kSide * kSide;
 constexpr int kRows = ROWS;
@@ -37,7 +36,7 @@ constexpr int kStep = kSide * kKeys;
 constexpr bool kIsWhole = kBoxDim > 0;
 constexpr int kChunk = kIsWhole ? kDim : 16;
 constexpr int kLoaded = kIsWhole ? kTileKeys : kStep;
-constexpr int kLanesOfRow = kSide / kRows;  // that own its totals
+constexpr int kLanesOfRow = kSide / kRows;  // lanes that own its totals
 static_assert(kBlockRows % kGroup == 0 && kTileKeys % kStep == 0);
 
 struct exponential_t {
@@ -61,7 +60,7 @@ struct smem_t {
   wide_t h[kTileKeys];
   accum_t b[kColumns > 0 ? kColumns : 1][kTileKeys];
   exp2_table_t table;
-  float least[kThreads / kWarpSize];  // of the results of each warp, so far
+  float least[kThreads / kWarpSize];  // of the results of each warp so far
   tile_list_t<1, kThreads> list;
 };
 
@@ -70,14 +69,14 @@ struct state_t {
   accum_t total[kSums], rest[kSums];  // of the row that this lane owns
 };
 
-// Where this thread stands, and the block's part of each array.
+// Position of this thread, and the block's part of each array.
 struct block_t {
   const coord_t *x, *y;
   const double* h;
   const accum_t* b;
   const float* boxes;
   int tx, ty;
-  double base;  // natural, taken off log weights before they are rounded
+  double base;  // natural log, subtracted from log weights before they are rounded
 };
 
 __device__ __forceinline__ int owned_row(const block_t& block) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void load_keys(smem_t& smem, const block_t& block,
   }
 }
 
-// What a tile has beside coordinates.
+// The data of a tile other than coordinates.
 __device__ __forceinline__ void load_terms(smem_t& smem, const block_t& block,
                                            const points_params_t& params, int first) {
   const int j = threadIdx.x;
@@ -148,7 +147,7 @@ __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& sm
     add_chunk(start);
   } else {
     for (int chunk = 0; chunk * kChunk < kDim; ++chunk) {
-      __syncthreads();  // the chunk before has been read
+      __syncthreads();  // the previous chunk has been read
       load_rows(smem, block, params, chunk);
       load_keys(smem, block, params, chunk, first + start);
       __syncthreads();
@@ -157,7 +156,7 @@ __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& sm
   }
 }
 
-// New references where a row has none or a score is far above it; totals follow.
+// Sets new references if a row has none or a score is far above it; rescales totals.
 __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
                                       state_t& state, accum_t (&sums)[kSums][kRows],
                                       const block_t& block) {
@@ -183,7 +182,7 @@ __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
   }
 }
 
-// kStep keys of the tile in shared memory join the sums.
+// Adds kStep keys of the tile in shared memory to the sums.
 __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& state,
                                        smem_t& smem, const block_t& block,
                                        const points_params_t& params,
@@ -232,7 +231,7 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
   }
 }
 
-// The sums of all lanes become totals; a tall one moves its reference.
+// Adds the sums of all lanes to the totals; a large total moves its reference.
 __device__ __forceinline__ void join(const accum_t (&sums)[kSums][kRows],
                                      state_t& state, const block_t& block) {
 #pragma unroll
@@ -266,13 +265,13 @@ __device__ __forceinline__ wide_t owned_ref(const state_t& state,
   return ref;
 }
 
-// 256 keys join the totals.
+// Adds 256 keys to the totals.
 __device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
                                       smem_t& smem, const block_t& block,
                                       const points_params_t& params,
                                       const exponential_t& exp2) {
   const int first = tile * kTileKeys;
-  __syncthreads();  // the tile before has been read
+  __syncthreads();  // the previous tile has been read
   if constexpr (kIsWhole) load_keys(smem, block, params, 0, first);
   load_terms(smem, block, params, first);
   __syncthreads();
@@ -293,7 +292,7 @@ __device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
   }
 }
 
-// After a run of tiles: the lowest result of the block so far.
+// After a run of tiles: updates the lowest result of the block so far.
 __device__ __forceinline__ void raise_floor(smem_t& smem) {
   if constexpr (!kHasWeights) return;
   __syncthreads();
@@ -384,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     }
   }
   if constexpr (!kHasWeights && kIsWhole && kernel_t::kHasExponent) {
-    if (params.repair) {  // weights below the normal numbers, times large values
+    if (params.repair) {  // subnormal weights times large values
       float score;
       smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
       const float ref = score - from_ordered(facts[entry].values);

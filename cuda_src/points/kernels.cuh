@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
 // The kernels of points: K = 2^exponent(q) factor(q) of q = scale d^2. The scale is
-// such that the exponent needs no constant; the host's table has it for each kernel.
+// chosen so that the exponent needs no constant; the host has a table of it.
 //   gaussian, exponential  2^-q, 2^-sqrt(q)
-//   matern32, matern52     Matern of smoothness 3/2 and 5/2, the exponent as above
+//   matern32, matern52     Matern of smoothness 3/2 and 5/2, with the exponent above
 //   cauchy, inverse_multiquadric, energy   1 / (1 + q), 1 / sqrt(1 + q), -sqrt(q)
-//   the others             slopes: what gradients of those above sum up
-// kHasExponent: far pairs vanish, so that tiles may be skipped. kHasFactor: the factor
-// is not 1. kIsSingular: it grows without bound towards q = 0, where it is 0.
+//   the others             derivatives, summed by the gradients of those above
+// kHasExponent: K vanishes far away, so tiles may be skipped. kHasFactor: the factor is
+// not 1. kIsSingular: the factor is unbounded near q = 0, and defined as 0 there.
 #pragma once
 
 #include "common/math.cuh"
@@ -119,7 +119,7 @@ template <typename T> __device__ __forceinline__ T score_of(T d2, T scale, T res
   return fma_of(-scale, d2, rest);
 }
 
-// An upper bound of log2 K for pairs at least q apart.
+// An upper bound of log2 K for pairs at a distance of at least q.
 __device__ __forceinline__ float log2_bound(float q) {
   if constexpr (!kernel_t::kHasExponent) return 0;
   if constexpr (kernel_t::kIsSingular) {

@@ -1,22 +1,25 @@
 // SPDX-License-Identifier: MIT
-// points_mma: sums over all keys whose gaussian scores tensor cores make whole.
+// points_mma: sums over all keys with gaussian scores computed entirely by tensor
+// cores.
 //
-// Algorithm  With points seen from the middle of the block's rows and times
+// Algorithm  With points relative to the middle of the block's rows and scaled by
 //            sqrt(scale), s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2. The last term
-//            is left to the end. 2 x and y are split in two float16 parts each (22
+//            is added at the end. 2 x and y are split into two float16 parts each (22
 //            bits); all four products of an axis are four columns of one product, and
 //            four more hold h_j - |y_j|^2 in three parts and minus the reference m_i:
 //              row  xh xh xl xl ..., 1 1 1 -m      key  yh yl yh yl ..., p1 p2 p3 1
-//            So up to 3 axes a score is one mma.m16n8k16, up to 7 axes two.
+//            So a score is one mma.m16n8k16 for up to 3 axes, and two for up to 7.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
-// Tiles      8 warps own 64 rows each; 256 keys in shared memory, twice
-// Numbers    |x|^2, |y|^2 and h in float64, then as above. Of 16 exponentials POLY are
-//            polynomials: the special function unit alone is slower. A lane sums 64
-//            terms, four lanes join, and totals keep their rounding errors.
-// References No maximum a pair: the bounds of tiles say where a sum could overflow, and
-//            such a tile is looked through first. A tall sum moves its reference.
+// Tiles      8 warps own 64 rows each; 256 keys in shared memory, two buffers
+// Numbers    |x|^2, |y|^2 and h in float64, then as above. POLY of 16 exponentials are
+//            polynomials, because the special function unit alone is slower. A lane
+//            sums 64 terms, four lanes are added, and totals keep their rounding
+//            errors.
+// References No maximum per pair: the bounds of tiles tell where a sum could overflow,
+// and the
+//            scores of such a tile are checked first. A large sum moves its reference.
 // Limits     sm_80; rows within sqrt(limit) of their middle, in units of the scale. A
-//            block that is wider, or has a sum that is not finite, is named in `redo`.
+//            wider block, or one with a nonfinite sum, is flagged in `redo`.
 
 #include "points/sums.cuh"
 #include "points/tiles.cuh"
@@ -28,13 +31,13 @@ using coord_t = COORD_T;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockRows = kWarps * kGroup;
-constexpr int kRowTiles = 4;             // of 16 rows, in a warp
+constexpr int kRowTiles = 4;             // of 16 rows, per warp
 constexpr int kSteps = (kDim + 4) / 4;   // products of 16 columns
 constexpr int kPolynomials = POLY;       // of 16 exponentials
 constexpr unsigned short kOne = 0x3c00;  // float16
 constexpr float kNoWeight = -60000.f;    // the score of a key without weight
 constexpr float kFarthest = -30000.f;    // scores below it have no weight
-constexpr float kLowestRef = -16000.f;   // such keys have none beside this either
+constexpr float kLowestRef = -16000.f;   // neither have they relative to this
 static_assert(kThreads == kTileKeys);
 
 struct smem_t {
@@ -51,11 +54,11 @@ struct block_t {
   int lane, warp, g, t;
   coord_t mid[kDim];
   double root;  // of the scale
-  double base;  // natural, taken off log weights before they are rounded
+  double base;  // natural log, subtracted from log weights before they are rounded
 };
 
-// A lane's rows: of the fragments, rows g and g + 8 of each tile; of totals, rows g and
-// g + 8 of tile t.
+// A lane's rows: in fragments, rows g and g + 8 of each tile; in totals, rows g and g +
+// 8 of tile t.
 struct state_t {
   unsigned a[kRowTiles][kSteps][4];
   float ref[2], squared[2];
@@ -72,8 +75,8 @@ __device__ __forceinline__ unsigned split(float x) {
   return pair_of(high, ptx::f16_from_f32(x - ptx::f32_from_f16(high)));
 }
 
-// What the parts hold: squared norms are made of this, so that a point is at no
-// distance from itself.
+// The sum of the parts: squared norms are computed from it, so that a point has
+// distance 0 from itself.
 __device__ __forceinline__ float whole(unsigned parts) {
   return ptx::f32_from_f16(parts & 0xffff) + ptx::f32_from_f16(parts >> 16);
 }
@@ -122,7 +125,7 @@ __device__ __forceinline__ void load_rows(state_t& state, const block_t& block) 
   }
 }
 
-// A key on its way from global to shared memory: one a thread.
+// A key on its way from global to shared memory, one per thread.
 struct key_t {
   coord_t y[kDim];
   double h;
@@ -194,7 +197,7 @@ __device__ __forceinline__ void scores_of(float (&s)[kRowTiles][4],
   }
 }
 
-// New references, as float16: totals and fragments follow.
+// Sets new references, as float16; updates totals and fragments.
 __device__ __forceinline__ void move(state_t& state, const block_t& block,
                                      const float (&to)[2]) {
 #pragma unroll
@@ -222,8 +225,8 @@ __device__ __forceinline__ void move(state_t& state, const block_t& block,
   }
 }
 
-// The largest score of each row with the tile becomes its reference if it is larger
-// than that, or the first.
+// Raises the reference of each row to its largest score in the tile, or sets the first
+// one.
 __device__ __forceinline__ void watch(state_t& state, const smem_t& smem,
                                       const block_t& block, int buffer, bool is_first) {
   float top[2 * kRowTiles];
@@ -252,7 +255,7 @@ __device__ __forceinline__ void watch(state_t& state, const smem_t& smem,
   move(state, block, to);
 }
 
-// The tile joins the totals.
+// Adds the tile to the totals.
 __device__ __forceinline__ void attend(state_t& state, const smem_t& smem,
                                        const block_t& block, int buffer) {
   float sums[kSums][2 * kRowTiles] = {};
@@ -283,7 +286,7 @@ __device__ __forceinline__ void attend(state_t& state, const smem_t& smem,
   bool is_tall = false;
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
-    // Lane t of four is left with rows g and g + 8 of tile t.
+    // Lane t of four ends with rows g and g + 8 of tile t.
     float even[kRowTiles], odd[kRowTiles];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m)
@@ -303,7 +306,7 @@ __device__ __forceinline__ void attend(state_t& state, const smem_t& smem,
   }
 }
 
-// The smallest result of the warp so far is at least this.
+// Raises the lower bound of the results of the warp.
 __device__ __forceinline__ void raise_floor(smem_t& smem, const state_t& state,
                                             const block_t& block) {
   if constexpr (!kHasWeights) return;

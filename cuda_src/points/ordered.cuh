@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Floats as unsigned numbers in the same order, for atomicMax; 0 is below all of them.
+// Maps floats to unsigned numbers in the same order, for atomicMax; 0 is below all of
+// them.
 #pragma once
 
 __device__ __forceinline__ unsigned ordered(float x) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// points_parts: points of many dimensions as products.cu reads them.
+// points_parts: prepares points of many dimensions for products.cu.
 //
-// A coordinate, seen from `centre` and in units of the scale, becomes two float16 parts
-// (22 bits). 32 axes are 128 bytes: their high parts, then their low ones. Rows are
-// doubled; each gets its squared norm, and each key log weight - squared norm in two
-// floats, all of what the parts hold.
+// A coordinate relative to `centre`, in units of the scale, becomes two float16 parts
+// (22 bits). 32 axes take 128 bytes: their high parts, then their low ones. Rows are
+// doubled. Each row gets its squared norm, each key log weight - squared norm in two
+// floats, both of the parts.
 //
 // Grid       (ceil(padded / block), batch)
 
@@ -48,7 +48,7 @@ extern "C" __global__ void points_parts(
       const unsigned short l = ptx::f16_from_f32(z - ptx::f32_from_f16(h));
       const double held = double(ptx::f32_from_f16(h)) + double(ptx::f32_from_f16(l));
       norm = fma(held, held, norm);
-      // Doubling is exact but for parts that are subnormal, which it makes better.
+      // Doubling is exact except for subnormal parts, which it improves.
       const unsigned short h2 =
           kIsRow ? ptx::f16_from_f32(2 * ptx::f32_from_f16(h)) : h;
       const unsigned short l2 =

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// points_products: sums over all keys whose gaussian scores are products, for many
+// points_products: sums over all keys with gaussian scores from products, for many
 // dimensions.
 //
-// Algorithm  s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2 - m_i with points seen from
-//            a common middle, in units of the scale; |x_i|^2 is left to the end. The
-//            product is made of float16 parts (parts.cu): high high, high low, low
+// Algorithm  s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2 - m_i with points relative
+//            to a common middle, in units of the scale; |x_i|^2 is added at the end.
+//            The product consists of float16 parts (parts.cu): high high, high low, low
 //            high. A row's reference m_i follows the largest score of a tile.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
-// Tiles      128 rows by 128 keys; of 8 warps each has 32 rows and 64 keys, and makes a
-//            part of its own. Parts of points come in chunks of 32 axes, keys in two
-//            turns; rows stay where shared memory holds them (RESIDENT).
-// Numbers    products summed in float32, the small ones first; h - |y|^2 in two floats
-// Limits     sm_80. Rows whose squared norm is above `limit` would lose digits: their
-//            groups are named in `redo`.
+// Tiles      128 rows by 128 keys; each of 8 warps has 32 rows and 64 keys, and writes
+//            a part of its own. Parts of points load in chunks of 32 axes, keys
+//            double-buffered; rows stay if shared memory can hold them (RESIDENT).
+// Numbers    products summed in float32, small ones first; h - |y|^2 in two floats
+// Limits     sm_80. Rows with a squared norm above `limit` would lose accuracy: their
+//            groups are flagged in `redo`.
 
 #include "points/params.cuh"
 #include "points/sums.cuh"
@@ -23,11 +23,11 @@ constexpr int kThreads = 256;
 constexpr int kBlockRows = 128, kBlockKeys = 128;
 constexpr int kWarpRows = 32, kWarpKeys = 64;
 constexpr int kRowTiles = kWarpRows / 16, kKeyTiles = kWarpKeys / 8;
-constexpr int kRows = 2 * kRowTiles;  // of a lane
+constexpr int kRows = 2 * kRowTiles;  // per lane
 constexpr int kChunks = (kDim + 31) / 32;
 constexpr bool kIsResident = RESIDENT;
 constexpr int kRowBuffers = kIsResident ? kChunks : 2;
-constexpr int kUnits = 8;  // of 16 bytes, in a chunk of a point
+constexpr int kUnits = 8;  // 16-byte units per chunk of a point
 
 struct smem_t {
   uint4 x[kRowBuffers][kBlockRows][kUnits];
@@ -49,7 +49,7 @@ struct state_t {
   float total[kSums], rest[kSums];  // of row `lane % 4` of the four
 };
 
-// Units of a row stand where ldmatrix meets no bank twice.
+// Swizzles the units of a row so that ldmatrix has no bank conflicts.
 __device__ __forceinline__ int swizzled(int row, int unit) { return unit ^ (row & 7); }
 
 __device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
@@ -67,7 +67,7 @@ __device__ __forceinline__ unsigned address_of(const uint4* p) {
   return unsigned(__cvta_generic_to_shared(p));
 }
 
-// 16 axes of 32 axes join the products of the warp: d += x y.
+// d += x y over 16 of 32 axes, for the warp.
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
                                          const uint4 (&x)[kBlockRows][kUnits],
                                          const uint4 (&y)[kBlockKeys][kUnits],
@@ -94,7 +94,7 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
     }
 #pragma unroll
     for (int term = 0; term < 3; ++term) {
-      const int of_x = term == 1, of_y = term == 0;  // the small products first
+      const int of_x = term == 1, of_y = term == 0;  // small products first
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
   }
 }
 
-// The largest score of each row moves its reference if it is far above it.
+// Raises the reference of each row whose largest score is far above it.
 __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4],
                                        state_t& state, int lane) {
   const float inf = infinity<float>();
@@ -136,7 +136,7 @@ __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4]
   }
 }
 
-// The scores of a tile, without references, join the totals.
+// Adds the scores of a tile, without references, to the totals.
 __device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
                                        state_t& state, const smem_t& smem,
                                        const block_t& block) {
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk, ++turn) {
       ptx::wait_copies();
-      __syncthreads();  // the chunk is there, and the one before it has been read
+      __syncthreads();  // the chunk has arrived, and the previous one has been read
       copy_chunk(turn + 1);
       if (chunk == 0 && threadIdx.x < kBlockKeys) {
         const int key = tile * kBlockKeys + threadIdx.x;
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
                  step);
       }
     }
-    __syncthreads();  // the terms are there
+    __syncthreads();  // the terms have arrived
     attend(s, state, smem, block);
   }
   ptx::wait_copies();

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: MIT
-// points_series: sums over tiles of keys that are smooth to a block of rows.
+// points_series: sums over tiles of keys that are smooth for a block of rows.
 //
-// Algorithm  Seen from the middles of both tiles, X and Y in units of the scale and G
-//            from the keys' middle to the rows', a gaussian score is
+// Algorithm  With X and Y relative to the middles of their tiles, in units of the
+//            scale, and G from the keys' middle to the rows', a gaussian score is
 //              [h_j - |Y_j - G|^2] + [-2 G . X_i - |X_i|^2] + 2 X_i . Y_j.
-//            Where both tiles are small, 2^(2 X.Y) is a polynomial of degree SERIES in
-//            X.Y for all pairs (Chebyshev, relative error 1.5e-7): a sum of products of
-//            a monomial of X and one of Y. So a tile of 256 keys becomes kTerms moments
-//            for 512 rows, and a row takes kTerms products a tile, no exponential.
+//            If both tiles are small, 2^(2 X.Y) is for all pairs a polynomial of degree
+//            SERIES in X.Y (Chebyshev, relative error 1.5e-7): a sum of products of a
+//            monomial of X and one of Y. A tile of 256 keys becomes kTerms moments for
+//            512 rows, and a row needs kTerms products per tile, without exponentials.
 // Choice     points_choose samples pairs of tiles and sets `cut` and the degree of an
-//            entry where this is faster than every pair by tensor cores.
+//            entry where this is faster than all pairs on tensor cores.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
 // Numbers    |Y - G|^2 in float64, moments and polynomials in float32, totals with
-// their
-//            rounding errors. Rows and limits are those of mma.cu, which adds the tiles
-//            that are not smooth as parts of their own.
+//            their rounding errors. Rows and limits as in mma.cu, which adds the other
+//            tiles as parts of its own.
 
 #include "points/sums.cuh"
 #include "points/tiles.cuh"
@@ -25,7 +24,7 @@ constexpr int kDegree = SERIES;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockRows = kWarps * kGroup;
-constexpr int kRows = kGroup / kWarpSize;  // of a lane
+constexpr int kRows = kGroup / kWarpSize;  // per lane
 constexpr int kKeysOfLane = kTileKeys / kWarpSize;
 constexpr int kDegreeY = kDim > 1 ? kDegree : 0;
 constexpr int kDegreeZ = kDim > 2 ? kDegree : 0;
@@ -50,7 +49,7 @@ constexpr int power_of_two(int n) {
   return p;
 }
 
-// Coefficients of the monomials of 2^(2 X.Y), in the order of Horner's rule.
+// Coefficients of the monomials of 2^(2 X.Y), in the order of Horner's scheme.
 struct series_t {
   float coefficient[TERMS];
 };
@@ -70,7 +69,7 @@ struct block_t {
   int lane, warp;
   float mid[kDim];
   double root;
-  double base;  // natural
+  double base;  // natural log
 };
 
 struct state_t {
@@ -78,8 +77,8 @@ struct state_t {
   float total[kSums][kRows], rest[kSums][kRows];
 };
 
-// As scattered_sums over a warp, by bits: a conditional makes the compiler index
-// memory.
+// Like scattered_sums over a warp, but selects by bits: a conditional would make the
+// compiler use indexed memory.
 template <int kOffset = 16, int kCount>
 __device__ __forceinline__ float warp_sums(const float (&values)[kCount], int lane) {
   if constexpr (kOffset == 0) {
@@ -102,7 +101,7 @@ __device__ __forceinline__ float warp_sums(const float (&values)[kCount], int la
   }
 }
 
-// The monomials of a key times its weight join the moments, the last term first.
+// Adds the monomials of a key times its weight to the moments, the last term first.
 __device__ __forceinline__ void add_monomials(float (&moments)[kTerms], float weight,
                                               const float (&y)[kDim]) {
   int at = kTerms;
@@ -124,7 +123,7 @@ __device__ __forceinline__ void add_monomials(float (&moments)[kTerms], float we
   }
 }
 
-// The polynomial with these coefficients at the rows, by Horner's rule.
+// Evaluates the polynomial with these coefficients at the rows, by Horner's scheme.
 __device__ __forceinline__ void evaluate(float (&values)[kRows],
                                          const float (&moments)[kPadded],
                                          const float (&x)[kRows][kDim]) {
@@ -159,7 +158,7 @@ __device__ __forceinline__ void evaluate(float (&values)[kRows],
   for (int r = 0; r < kRows; ++r) values[r] = a[r];
 }
 
-// Moments, summed over the warp and times their coefficients, go to shared memory.
+// Stores moments, summed over the warp and times their coefficients, in shared memory.
 __device__ __forceinline__ void store_moments(float (&to)[kPadded],
                                               const float (&moments)[kTerms],
                                               const series_t& series, int lane) {
@@ -182,7 +181,7 @@ __device__ __forceinline__ void store_moments(float (&to)[kPadded],
   }
 }
 
-// One warp makes the moments of one tile.
+// One warp computes the moments of one tile.
 __device__ __forceinline__ void make_moments(smem_t& smem, const block_t& block,
                                              const series_t& series, int tile) {
   const float* box = block.boxes + static_cast<long long>(tile) * kBoxSize;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void make_moments(smem_t& smem, const block_t& block,
   }
 }
 
-// The tile whose moments stand in a slot joins the totals of the warp's rows.
+// Adds the tile whose moments are in a slot to the totals of the warp's rows.
 __device__ __forceinline__ void attend(state_t& state, const smem_t& smem, int slot) {
   float factor[kRows];
 #pragma unroll
@@ -289,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
       kHasWeights ? -infinity<float>() : from_ordered(facts[entry].values));
   float mid[kBoxDim + 1];
   const float reach = smem.list.middle(mid);
-  // Then mma.cu has named the block.
+  // mma.cu has flagged the block in this case.
   if (!(rounded_product(reach, float(params.scale)) <= params.limit)) return;
 
   block_t block;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Sums of many terms: exponentials, totals with their rounding kept, sums over lanes.
+// Sums of many terms: exponentials, totals with rounding errors, sums over lanes.
 #pragma once
 
 #include "common/math.cuh"
@@ -21,8 +21,8 @@ __device__ __forceinline__ void add(double& total, double& rest, double part) {
 }
 
 // 2^t by arithmetic: t = n + r with r in [-1/2, 1/2] (Cody and Waite), a polynomial for
-// 2^r (relative error 1e-7), and n added to its exponent. Right for t < 127; below -126
-// it is 2^-126.
+// 2^r (relative error 1e-7), and n added to the exponent. Valid for t < 127; below -126
+// it returns 2^-126.
 __device__ __forceinline__ float exp2_polynomial(float t) {
   constexpr float kToInteger = 12582912.f;  // 1.5 * 2^23
   t = fmaxf(t, -126.f);
@@ -37,8 +37,8 @@ __device__ __forceinline__ float exp2_polynomial(float t) {
   return __int_as_float((__float_as_int(m) << 23) + __float_as_int(p));
 }
 
-// Each of kCount values summed over a group of 2 kOffset lanes, kCount a power of two
-// up to it; lane n of the group is left with value n kCount / (2 kOffset).
+// Sums each of kCount values over a group of 2 kOffset lanes, kCount a power of two up
+// to that; lane n of the group ends with value n kCount / (2 kOffset).
 template <int kOffset, typename T, int kCount>
 __device__ __forceinline__ T scattered_sums(const T (&values)[kCount], int lane) {
   if constexpr (kOffset == 0) {

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: MIT
-// Which tiles of keys a block visits: bounds by boxes, and lists made of them.
+// Which tiles of keys a block visits: bounds from boxes, and lists made from them.
 //
-// The best score that a tile can have with a group of rows is its largest log weight
-// and log2 K at the distance of the two boxes. A tile is left out where that is too
-// small to count beside what its rows have (`floor_`), and watched where it is so large
-// that a sum could overflow.
+// The best score of a tile for a group of rows is its largest log weight plus log2 K at
+// the distance of the two boxes. A tile is skipped if that is too small relative to
+// what its rows have (`floor_`), and watched if it is so large that a sum could
+// overflow.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "points/kernels.cuh"
 #include "points/params.cuh"
 
-constexpr float kHighest = 60;    // bits above the reference that need no watch
-constexpr float kTall = 0x1p40f;  // a sum above it moves its reference
+constexpr float kHighest = 60;    // bits above the reference that need no watching
+constexpr float kTall = 0x1p40f;  // a larger sum moves its reference
 
 __device__ __forceinline__ float best_score(const float* rows, const float* keys,
                                             float scale) {
@@ -39,8 +39,8 @@ __device__ __forceinline__ float least_score(const float* rows, const float* key
   return keys[kTop] - scale * d2 * 1.001f;
 }
 
-// Whether series.cu takes a pair of tiles. All kernels must agree, so that no compiler
-// may merge the product with anything.
+// Whether series.cu takes a pair of tiles. All kernels must agree, so the compiler must
+// not fuse the product with anything.
 __device__ __forceinline__ bool is_smooth(float row_reach, const float* keys,
                                           float cut) {
   return rounded_product(row_reach, keys[kReach]) < cut;
@@ -48,20 +48,21 @@ __device__ __forceinline__ bool is_smooth(float row_reach, const float* keys,
 
 struct listed_tile_t {
   int tile;
-  unsigned needed_by, watched_by;  // bits, one a group of rows
+  unsigned needed_by, watched_by;  // one bit per group of rows
 };
 
-// A block's groups of rows, and the tiles that they need of the next kThreads ones.
+// A block's groups of rows, and which of the next kThreads tiles they need.
 template <int kGroups, int kThreads> struct tile_list_t {
   static constexpr int kWarps = kThreads / kWarpSize;
 
   float rows[kGroups][2 * kBoxDim + 1];
-  float floor_[kGroups];  // no result of a group is below it, in bits
+  float floor_[kGroups];  // lower bounds of the results of a group, in bits
   float best[kWarps];
   int where[kWarps], count[kWarps];
   listed_tile_t tiles[kThreads];
 
-  // By all threads: boxes of the groups, each of kParts boxes of the array.
+  // Called by all threads: loads the boxes of the groups, each kParts boxes of the
+  // array.
   template <int kParts>
   __device__ __forceinline__ void load(const float* boxes, float floor) {
     constexpr int kCorners = kBoxDim > 0 ? 2 * kBoxDim : 1;
@@ -95,15 +96,15 @@ template <int kGroups, int kThreads> struct tile_list_t {
     return reach;
   }
 
-  // By a thread: a result of its group is at least `low`.
+  // Called by one thread: a result of its group is at least `low`.
   __device__ __forceinline__ void raise(int group, float low) {
     const float least =
         -warp_reduce(-low, [](float a, float b) { return fmaxf(a, b); });
     if (threadIdx.x % kWarpSize == 0) floor_[group] = fmaxf(floor_[group], least);
   }
 
-  // The tile with the best possible score, -1 if there is none; all threads take part.
-  // Every split begins with it, to know early what is too small to count.
+  // The tile with the best possible score, or -1; called by all threads. Every split
+  // starts with it, to know early what is too small to count.
   __device__ __forceinline__ int find_best(const float* boxes, int num_tiles,
                                            float scale, float& score) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -127,8 +128,9 @@ template <int kGroups, int kThreads> struct tile_list_t {
     return at;
   }
 
-  // List what of tiles first .. first + kThreads - 1 is needed; their number. `smooth`
-  // says which kind of pairs this kernel takes; `taken` has been visited before.
+  // Lists the tiles among first .. first + kThreads - 1 that are needed; returns their
+  // number. `smooth` tells which kind of pairs this kernel takes; `taken` was visited
+  // before.
   __device__ __forceinline__ int list(const float* boxes, int first, int last,
                                       int taken, const points_params_t& params,
                                       float row_reach, float cut, bool smooth) {
@@ -141,7 +143,7 @@ template <int kGroups, int kThreads> struct tile_list_t {
       const bool is_spread = keys[kTop] - keys[kBottom] > kHighest;
       for (int group = 0; group < kGroups; ++group) {
         const float score = best_score(rows[group], keys, float(params.scale));
-        // A bound that is not a number leaves nothing out.
+        // A NaN bound must not skip anything.
         bool counts = keys[kTop] > -infinity<float>();
         if (kernel_t::kHasExponent) counts &= !(score < floor_[group] - params.drop);
         if (is_ours && counts) needed_by |= 1u << group;

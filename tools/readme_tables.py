@@ -116,51 +116,64 @@ def ladder():
 
 
 def demo():
-    """The fit and the density of the demo beside what other libraries do."""
-    parts = []
-    for name, report in reports("demo"):
-        if "fit" not in report:
-            continue
-        fit, density = report["fit"], report["density"]
-        cores = report["machine"]["cores"]
-        on_gpu = "gpu" in report["machine"]
-        others = f"; scikit-learn and scipy on {cores} CPU cores" if on_gpu else ""
-        pixels, points = fit["side"] ** 2, density["points"]
-        rows = [
-            (
-                row["method"],
-                seconds(row["seconds"]) + ("" if row["pixels"] == pixels else " *"),
-                f"{row['rmse'][0]:.4f}",
-                f"{row['posterior_sd'][0]:.4f}" if row["posterior_sd"] else "none",
-            )
-            for row in fit["methods"]
-        ]
-        of_fit = markdown(
-            (
-                f"fit of {pixels:,} pixels to {fit['simulations']:,} simulations",
-                "time",
-                "error of the fraction",
-                "error it states",
+    """The fit and the density of the demo, a column for each machine."""
+    found = [(name, r) for name, r in reports("demo") if "fit" in r][::-1]
+    fits, densities = ([r[part] for _, r in found] for part in ("fit", "density"))
+    columns = [
+        f"[{machine_text(r['machine'])}]({FILES}benchmarks/results/{name})"
+        for name, r in found
+    ]
+    problems = [
+        f"{fit['side'] ** 2:,} pixels, {fit['simulations']:,} simulations"
+        for fit in fits
+    ]
+    of_fit = _by_method(
+        fits,
+        [fit["side"] ** 2 for fit in fits],
+        "pixels",
+        lambda rows: (
+            f"{rows[0]['rmse'][0]:.3f}",
+            "yes" if rows[0]["posterior_sd"] else "no",
+        ),
+    )
+    of_density = _by_method(
+        densities, [density["points"] for density in densities], "points"
+    )
+    points = [f"{density['points']:,} points" for density in densities]
+    return "\n".join(
+        (
+            markdown(
+                ("Bayesian fit", *columns, "error", "error bars"),
+                [("", *problems, "", ""), *of_fit],
             ),
-            rows,
+            markdown(
+                (f"log density, d = {densities[0]['dimensions']}", *columns),
+                [("", *points), *of_density],
+            ),
         )
-        rows = [
-            (
-                row["method"],
-                seconds(row["seconds"]) + ("" if row["points"] == points else " *"),
-            )
-            for row in density["methods"]
-        ]
-        of_density = markdown(
-            (f"log density of {points:,} points, d = {density['dimensions']}", "time"),
-            rows,
-        )
-        parts.append(
-            f"{machine_text(report['machine'])} "
-            f"([numbers]({FILES}benchmarks/results/{name}), by `make demo`; * measured "
-            f"on a part and scaled up{others}):\n\n{of_fit}\n{of_density}"
-        )
-    return "\n".join(parts)
+    )
+
+
+# What a method is called on either machine.
+_ON_EITHER = re.compile("CuPy|SciPy")
+
+
+def _by_method(parts, numbers, of, more=lambda rows: ()):
+    """A line a method: its time for all on each machine, and what `more` tells.
+
+    A star marks a time that was measured on a part of the problem and scaled up.
+    """
+    lines = {}
+    for part, number in zip(parts, numbers, strict=True):
+        for row in part["methods"]:
+            name = _ON_EITHER.sub("library", row["method"])
+            star = "" if row[of] == number else " *"
+            lines.setdefault(name, []).append((row, seconds(row["seconds"]) + star))
+    return [
+        (name, *(time for _, time in found), *more([row for row, _ in found]))
+        for name, found in lines.items()
+        if len(found) == len(parts)
+    ]
 
 
 def speed():

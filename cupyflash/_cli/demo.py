@@ -19,8 +19,8 @@ examples:
   python -m cupyflash demo --size 32           quick
   python -m cupyflash demo --cpu               on a machine with a GPU, too
 
-Writes fit.png and demo.json into the output folder. Draws with matplotlib and compares
-with scikit-learn where they are installed: {extras.command("demo")}.
+Writes fit.png and demo.json to the output folder. The picture needs matplotlib, and
+the comparison with scikit-learn needs scikit-learn: {extras.command("demo")}.
 """
 
 
@@ -67,6 +67,7 @@ def add_arguments(parser):
 
 def run(args):
     """All parts of the demo."""
+    start = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and measure.cuda_device_count() > 0
     xp = np
@@ -75,7 +76,7 @@ def run(args):
     machine = measure.machine(on_gpu)
     print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
     side = args.size or (_SIDE_ON_GPU if on_gpu else _SIDE_ON_CPU)
-    for package, what in (("matplotlib", "picture"), ("sklearn", "peers from it")):
+    for package, what in (("matplotlib", "picture"), ("sklearn", "comparison with it")):
         if not _has(package):
             print(f"No {what}: {package} is missing; {extras.command('demo')}.")
     picture = args.output / "fit.png"
@@ -87,9 +88,10 @@ def run(args):
         "density": _density(xp, on_gpu, SIZES[side].points),
         "ladder": _ladder(xp, on_gpu),
     }
+    report["seconds"] = time.perf_counter() - start  # of the whole demo
     path = args.output / "demo.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nNumbers: {path}" + (f"\nPicture: {picture}" if picture.exists() else ""))
+    print(f"\nDone in {console.seconds(report['seconds'])}.\nNumbers: {path}" + (f"\nPicture: {picture}" if picture.exists() else ""))
     return 0
 
 
@@ -104,9 +106,10 @@ def _fit(xp, on_gpu, side, path):
     console.heading("A Bayesian fit against simulations: myelin water imaging")
     print(
         f"Each of {side} x {side} pixels has {len(demo_fit.ECHO_TIMES)} echoes with "
-        f"noise of 1/{1 / demo_fit.NOISE:.0f} of the first, and attends\nto "
-        f"{size.simulations:,} simulated decays: {num_pixels * size.simulations:.1e} "
-        "pairs. Prior of the simulations, and of the truth:"
+        f"noise at 1/{1 / demo_fit.NOISE:.0f} of the first, and is\ncompared "
+        f"with {size.simulations:,} simulated decays: "
+        f"{num_pixels * size.simulations:.1e} pairs.\n"
+        "Simulations and truth are drawn from the same prior:"
     )
     for name, low, high in zip(
         demo_fit.PARAMETERS, demo_fit.LOW, demo_fit.HIGH, strict=True
@@ -163,7 +166,7 @@ def _fit(xp, on_gpu, side, path):
     _print_fit(rows, num_pixels)
     score_bytes = 4 * num_pixels * size.simulations
     print(
-        f"Extra memory of cupyflash: {console.size(extra)}. The matrix of all scores "
+        f"cupyflash took {console.size(extra)} of extra memory. The matrix of all scores "
         f"would take {console.size(score_bytes)}."
     )
     if _has("matplotlib"):
@@ -202,9 +205,9 @@ def _rms(x):
 
 
 def _print_fit(rows, num_pixels):
-    print("\nRoot mean square error of each method, and the error that it states:")
+    print("\nRoot mean square error of each method, and the error it reports:")
     console.table(
-        ("method", "pixels", "time for all", "fraction", "stated", "T2 myelin, other"),
+        ("method", "pixels", "time for all", "fraction", "reported", "T2 myelin, other"),
         [
             (
                 row["method"],
@@ -221,9 +224,9 @@ def _print_fit(rows, num_pixels):
     print(
         "* measured on a regular grid of pixels and scaled up.\n"
         "Only the first two give error bars. The nearest simulation and the best "
-        "curve follow the noise;\nthe mean over all simulations does not. A search "
-        "takes no exponentials, so by matrix products it\ncan be faster than the "
-        "fit; what it lacks is the accuracy and the error bar."
+        "curve follow the noise;\nthe mean over all simulations does not. Looking up "
+        "the best match needs no exponentials, so it can\nbe quicker than the fit, "
+        "but it is less accurate and gives no error bars."
     )
 
 
@@ -235,7 +238,7 @@ def _draw(path, side, truth, maps, rows):
     names = {
         "cupyflash": "posterior mean\n(cupyflash)",
         "best match, matmul and argmax": "best match\n(as scikit-learn)",
-        "least squares, scipy curve_fit": "least squares\n(curve_fit)",
+        "least squares, scipy curve_fit": "least squares (curve_fit,\n{} pixels)",
     }
     errors = {row["method"]: row["rmse"][0] for row in rows}
     figure = Figure(figsize=(12, 5.6), layout="constrained")
@@ -249,11 +252,12 @@ def _draw(path, side, truth, maps, rows):
         values = maps[name][1][:, 0]
         width = round(len(values) ** 0.5)
         axes.imshow(values.reshape(width, width), **scale)
+        title = title.format(f"{len(values):,}")
         axes.set_title(f"{title}, error {errors[name]:.3f}", fontsize=10)
     figure.colorbar(drawn, ax=panels[:4], location="right", shrink=0.8, pad=0.01)
     deviation = maps["cupyflash"][2][0][:, 0].reshape(side, side)
     of_error = panels[4].imshow(deviation, cmap="magma")
-    panels[4].set_title("stated deviation\n(cupyflash)", fontsize=10)
+    panels[4].set_title("reported deviation\n(cupyflash)", fontsize=10)
     figure.colorbar(of_error, ax=panels[4], shrink=0.8, pad=0.02)
     for axes in panels:
         axes.set_axis_off()
@@ -272,7 +276,7 @@ def _draw(path, side, truth, maps, rows):
         color="tab:green",
         alpha=0.25,
         lw=0,
-        label="two deviations",
+        label="two standard deviations",
     )
     axes.plot(x, mean, color="tab:green", label="posterior mean")
     match = maps["best match, matmul and argmax"][1][line, 0]
@@ -356,9 +360,8 @@ def _density(xp, on_gpu, number):
     )
     check = _slope_error(data, width, gradient)
     print(
-        "* measured at the first points and scaled up. The others give no gradient. "
-        "Ours agrees\nwith finite differences of the density to "
-        f"{check:.1e}."
+        "* measured on the first points and scaled up. Only cupyflash gives the "
+        f"gradient, which agrees\nwith finite differences to {check:.1e}."
     )
     return {
         "points": number,

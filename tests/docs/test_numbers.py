@@ -55,6 +55,26 @@ def test_a_report_says_what_it_is_of(name):
     )
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda p: p.stem)
+def test_no_report_is_of_an_unknown_version(path):
+    """Experiments that name no commit are in docs/design/lab/results."""
+    machine = json.loads(path.read_text("utf-8"))["machine"]
+    assert machine["commit"].strip("+")
+    assert datetime.date.fromisoformat(machine["date"])
+    assert release(machine["cupyflash"])
+
+
+def test_what_users_read_quotes_no_experiment():
+    quoting = [page for page in READERS if "lab/results" in page.read_text("utf-8")]
+    assert quoting == []
+
+
+def test_the_demo_of_two_cores_ends_within_a_minute():
+    report = json.loads((RESULTS / "demo_cpu.json").read_text("utf-8"))
+    assert report["machine"]["cores"] == 2
+    assert report["seconds"] < 60
+
+
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/on_a_gpu/*.txt")))
 def test_an_output_of_the_gallery_says_what_it_is_of(page):
     first = page.read_text("utf-8").partition("\n")[0]

@@ -183,7 +183,7 @@ TILED_F64 = TensorFloat64Kernel(
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
     # TFLOP/s on an H200 at 2 x 2048 / head_dim heads x 4096
-    # (benchmarks/results/attention_f64_h200.json).
+    # (docs/design/lab/results/attention_f64_h200.json).
     tiles=(
         (
             64,

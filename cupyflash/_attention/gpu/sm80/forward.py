@@ -459,7 +459,7 @@ MMA = MmaKernel(
     name="mma",
     methods=("tiled", "auto"),
     # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
-    # attention (benchmarks/results/mma_h200.json; above 128 columns
+    # attention (docs/design/lab/results/mma_h200.json; above 128 columns
     # attention_mma_lengths_h200.json).
     tiles={
         ("float16", False): (

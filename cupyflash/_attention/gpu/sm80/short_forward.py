@@ -195,7 +195,7 @@ MMA_SHORT = MmaShortKernel(
         2: ((48, 104), (64, 128), (math.inf, 224)),
         4: ((48, 168), (math.inf, 255)),
     },
-    # benchmarks/results/short_h200.json. Of 64 x 64 keys in 16 bits `hopper` is as
+    # docs/design/lab/results/short_h200.json. Of 64 x 64 keys in 16 bits `hopper` is as
     # fast, of more faster; of one query and 100 keys in float32 `tiled` is.
     most_keys={
         2: ((16, 112), (48, 64), (64, 48)),

@@ -91,7 +91,10 @@ def run(args):
     report["seconds"] = time.perf_counter() - start  # of the whole demo
     path = args.output / "demo.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nDone in {console.seconds(report['seconds'])}.\nNumbers: {path}" + (f"\nPicture: {picture}" if picture.exists() else ""))
+    print(
+        f"\nDone in {console.seconds(report['seconds'])}.\nNumbers: {path}"
+        + (f"\nPicture: {picture}" if picture.exists() else "")
+    )
     return 0
 
 
@@ -166,8 +169,8 @@ def _fit(xp, on_gpu, side, path):
     _print_fit(rows, num_pixels)
     score_bytes = 4 * num_pixels * size.simulations
     print(
-        f"cupyflash took {console.size(extra)} of extra memory. The matrix of all scores "
-        f"would take {console.size(score_bytes)}."
+        f"cupyflash took {console.size(extra)} of extra memory. The matrix of all "
+        f"scores would take {console.size(score_bytes)}."
     )
     if _has("matplotlib"):
         _draw(path, side, truth, maps, rows)
@@ -207,7 +210,14 @@ def _rms(x):
 def _print_fit(rows, num_pixels):
     print("\nRoot mean square error of each method, and the error it reports:")
     console.table(
-        ("method", "pixels", "time for all", "fraction", "reported", "T2 myelin, other"),
+        (
+            "method",
+            "pixels",
+            "time for all",
+            "fraction",
+            "reported",
+            "T2 myelin, other",
+        ),
         [
             (
                 row["method"],

@@ -69,6 +69,15 @@ def test_what_users_read_quotes_no_experiment():
     assert quoting == []
 
 
+def test_the_docs_name_the_cards_that_the_code_has_run_on():
+    reports = [json.loads(path.read_text("utf-8")) for path in RESULTS.glob("*.json")]
+    cards = {report["machine"].get("gpu") for report in reports} - {None}
+    page = (ROOT / "docs" / "guides" / "install.md").read_text("utf-8")
+    paragraph = page[page.index("**Cards it has run on.**") :].partition("\n\n")[0]
+    assert cards
+    assert [card for card in cards if card not in paragraph] == []
+
+
 def test_the_demo_of_two_cores_ends_within_a_minute():
     report = json.loads((RESULTS / "demo_cpu.json").read_text("utf-8"))
     assert report["machine"]["cores"] == 2

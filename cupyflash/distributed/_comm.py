@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
@@ -34,8 +35,10 @@ class Comm(abc.ABC):
     ):
         self.rank, self.size = rank, size
         self.timeout, self.local_rank = timeout, local_rank
-        # Calls that all ranks have agreed on, by what each was given.
-        self.plans: dict[Any, Any] = {}
+        # What calls have made of what all ranks were given, by that.
+        self.made: dict[Any, Any] = {}
+        # Of calls by several threads each is whole, one after another.
+        self.lock = threading.Lock()
         self._on_gpus: dict[int, Comm] = {}
 
     @abc.abstractmethod
@@ -104,6 +107,16 @@ class Comm(abc.ABC):
             self.close()
         else:
             self.abort(f"{kind.__name__}: {error}")
+
+
+def checked(comm: Any) -> Comm:
+    """`comm`, if it is one."""
+    if not isinstance(comm, Comm):
+        raise TypeError(
+            f"comm must come from cupyflash.distributed.connect(), got "
+            f"{type(comm).__name__}; communicators of mpi4py are given to connect()"
+        )
+    return comm
 
 
 @contextlib.contextmanager

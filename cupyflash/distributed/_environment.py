@@ -14,7 +14,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH and its kin
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-_PORT = 29400
+_PORT, _LAST_PORT = 29400, 65535
 
 
 def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
@@ -75,6 +75,8 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
         local_rank = _number(names[2], default=rank)
         if not 0 <= rank < size:
             raise ValueError(f"{names[0]}={rank} is no rank of {names[1]}={size}")
+        if not 0 <= local_rank < size:
+            raise ValueError(f"{names[2]}={local_rank} is no rank of {names[1]}={size}")
     if size > 1 and "MASTER_ADDR" not in os.environ and names is not _LAUNCHERS[0]:
         world = _mpi_world(size)
         if world is not None:
@@ -117,19 +119,26 @@ def _over_mpi(mpi, timeout):
 
 def _port():
     if "CUPYFLASH_PORT" in os.environ:
-        return _number("CUPYFLASH_PORT")
-    port = _number("MASTER_PORT", default=_PORT)
-    # There torchrun's own store listens.
-    return port + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        return _number("CUPYFLASH_PORT", least=1, most=_LAST_PORT)
+    # Where torchrun's own store listens, the next port.
+    taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    most = _LAST_PORT - taken
+    return _number("MASTER_PORT", default=_PORT, least=1, most=most) + taken
 
 
-def _number(name, default=None):
+def _number(name, default=None, least=None, most=None):
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
     try:
-        return int(text)
+        number = int(text)
     except (TypeError, ValueError):
         raise ValueError(
             f"the environment variable {name} must be an integer, got {text!r}"
         ) from None
+    if least is not None and not least <= number <= most:
+        raise ValueError(
+            f"the environment variable {name} must be from {least} to {most}, "
+            f"got {text}"
+        )
+    return number

@@ -1,8 +1,8 @@
 """What each rank computes and sends, and that all ranks agree on it."""
 
 import itertools
-import json
 import math
+import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,11 +10,14 @@ import numpy as np
 
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core import arrays
 from cupyflash.distributed import _shards
-from cupyflash.distributed._comm import Comm
+from cupyflash.distributed._comm import Comm, bytes_of
 from cupyflash.distributed._shards import Chunk
 
 _ALONG_QUERIES = ("bias", "mask")
+# Of the whole sequence: the same numbers on all ranks.
+_WHOLE = ("sinks", "alibi_slopes", "query_offset", "query_lengths", "key_lengths")
 
 
 class Call(NamedTuple):
@@ -149,55 +152,23 @@ def _rectangle(pairs):
     return list(itertools.product(queries.values(), keys.values()))
 
 
-# --- that all ranks agree
+# --- of what all ranks were given
 
 
-def key_of(
+def describe(
     name: str, given: dict[str, Any], options: dict[str, Any], zigzag: bool
-) -> Any:
-    """What two calls of one plan have in common."""
-    return (
-        name,
-        tuple((n, None if x is None else (x.shape, x.dtype)) for n, x in given.items()),
-        tuple((n, tuple(x) if isinstance(x, list) else x) for n, x in options.items()),
-        zigzag,
-    )
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What must be alike on all ranks, and lengths of the parts of this one.
 
-
-def agree(
-    comm: Comm,
-    name: str,
-    given: dict[str, Any],
-    options: dict[str, Any],
-    zigzag: bool,
-    refused: Exception | None,
-) -> Plan:
-    """The plan of a call, which all ranks make together for the first of its kind.
-
-    `given` are the arrays of the call, None where absent. A rank that has `refused` its
-    arguments, or was given others, makes every rank raise.
+    `given` are the arrays of the call, None where absent.
     """
-    if refused is None:
-        record = _record(name, given, options, zigzag)
-    else:
-        record = {"refused": f"{type(refused).__name__}: {refused}"}
-    records = [
-        json.loads(found) for found in comm.all_gather(json.dumps(record).encode())
-    ]
-    if refused is not None:
-        raise refused
-    _compare(records)
-    return _make(comm, given, options, zigzag, records)
-
-
-def _record(name, given, options, zigzag):
-    """What the ranks compare: the same on all but for the lengths of the sequence."""
     layout = options["layout"]
     lengths = {}
-    alike = {"function": name, "zigzag": zigzag}
+    kind = "CuPy" if arrays.is_cupy(given["q"]) else "NumPy"
+    alike = {"function": name, "kind of arrays": kind, "zigzag": zigzag, **options}
     for n, x in given.items():
         if x is None:
-            alike[n] = None
+            alike.setdefault(n, None)
             continue
         shape = list(x.shape)
         axis = None
@@ -213,9 +184,10 @@ def _record(name, given, options, zigzag):
             axis = -1
         if axis is not None:
             shape[axis] = "its part"
-        alike[n] = [x.dtype.name, shape]
-    alike.update((n, repr(x)) for n, x in options.items())
-    return {"alike": alike, "lengths": lengths}
+        alike[n] = f"{x.dtype.name} ({', '.join(map(str, shape))})"
+        if n in _WHOLE and isinstance(x, np.ndarray):
+            alike[f"the checksum of {n}"] = zlib.crc32(bytes_of(x.copy()))
+    return alike, lengths
 
 
 def sequence_axis(x: Any, layout: str) -> int:
@@ -223,32 +195,15 @@ def sequence_axis(x: Any, layout: str) -> int:
     return -3 if layout == "bshd" and x.ndim > 2 else -2
 
 
-def _compare(records):
-    for rank, record in enumerate(records):
-        if "refused" in record:
-            raise ValueError(f"rank {rank} refused its arguments: {record['refused']}")
-    first = records[0]["alike"]
-    for rank, record in enumerate(records):
-        for name, mine in record["alike"].items():
-            if mine != first.get(name):
-                raise ValueError(
-                    "every rank must make the same call, but "
-                    f"{name} is {_said(mine)} on rank {rank} and "
-                    f"{_said(first.get(name))} on rank 0"
-                )
-
-
-def _said(x):
-    if isinstance(x, list):
-        dtype, shape = x
-        return f"{dtype} ({', '.join(map(str, shape))})"
-    return "absent" if x is None else str(x)
-
-
-def _make(comm, given, options, zigzag, records):
-    lengths = {
-        n: [record["lengths"][n] for record in records] for n in records[0]["lengths"]
-    }
+def make(
+    comm: Comm,
+    given: dict[str, Any],
+    options: dict[str, Any],
+    zigzag: bool,
+    parts: list[dict[str, int]],
+) -> Plan:
+    """The plan of a call, of the lengths that each rank has."""
+    lengths = {n: [part[n] for part in parts] for n in parts[0]}
     chunks = {n: _shards.chunks_of(comm, n, lengths[n], zigzag) for n in ("q", "k")}
     totals = {n: sum(of) for n, of in lengths.items()}
     for n in _ALONG_QUERIES:

@@ -1,5 +1,6 @@
 """attention and its gradients over a ring of ranks."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,9 @@ from cupyflash._attention.problem import heads_first
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
-from cupyflash.distributed import _bits, _environment, _plan
-from cupyflash.distributed._comm import Comm, ending_all, shifted
+from cupyflash.distributed import _agreement, _bits, _environment, _plan
+from cupyflash.distributed._comm import Comm, checked, ending_all, shifted
 
-_LENGTHS = {"query_lengths": "seqlen_q", "key_lengths": "seqlen_k"}
 # Results over parts of the keys that are held before they are joined.
 _JOINED_AT_ONCE = 8
 
@@ -122,8 +122,6 @@ def attention(
     >>> bool(np.allclose(out, cupyflash.attention(q, q, q, causal=True)))
     True
     """
-    if unknown:
-        foreign_names.refuse("attention", unknown)
     given = {
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks,
         "alibi_slopes": alibi_slopes, "query_offset": query_offset,
@@ -133,9 +131,10 @@ def attention(
         "scale": scale, "causal": causal, "window": window, "softcap": softcap,
         "layout": layout, "precision": precision, "method": method,
     }  # fmt: skip
-    call = _Call("attention", comm, given, options, zigzag)
-    out, lse = call.run(_forward)
-    return (out, lse) if arrays.check_bool("return_lse", return_lse) else out
+    out, lse = _run(
+        _forward, "attention", comm, given, options, zigzag, unknown, return_lse
+    )
+    return (out, lse) if return_lse else out
 
 
 @foreign_names.documented("dout", "q", "k", "v", "out", "lse")
@@ -224,8 +223,6 @@ query_lengths, key_lengths, layout, precision, zigzag
     >>> grads.dk.shape
     (1, 16, 4)
     """
-    if unknown:
-        foreign_names.refuse("attention_vjp", unknown)
     given = {
         "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks,
         "alibi_slopes": alibi_slopes, "query_offset": query_offset,
@@ -237,37 +234,35 @@ query_lengths, key_lengths, layout, precision, zigzag
         "layout": layout, "precision": precision, "method": method,
         "deterministic": deterministic,
     }  # fmt: skip
-    return _Call("attention_vjp", comm, given, options, zigzag).run(_backward)
+    return _run(_backward, "attention_vjp", comm, given, options, zigzag, unknown)
+
+
+def _run(function, name, comm, *arguments):
+    """One of the functions, once all ranks have agreed on its call."""
+    comm = _environment.default() if comm is None else checked(comm)
+    with comm.lock:
+        return _Call(name, comm, *arguments).run(function)
 
 
 class _Call:
     """Arguments of one call, checked with the other ranks, and views of them."""
 
-    def __init__(self, name, comm, given, options, zigzag):
-        if comm is None:
-            comm = _environment.default()
-        if not isinstance(comm, Comm):
-            raise TypeError(
-                f"comm must come from cupyflash.distributed.connect(), got "
-                f"{type(comm).__name__}; communicators of mpi4py are given to connect()"
-            )
+    def __init__(self, name, comm, given, options, zigzag, unknown, return_lse=False):
         self.comm, self.given, self.options = comm, given, options
-        self._separate_offset()
-        refused, plan = None, None
-        try:
-            zigzag = arrays.check_bool(
-                "zigzag", options["causal"] if zigzag is None else zigzag
-            )
+        if zigzag is None:
+            zigzag = options["causal"]
+
+        def describe():
+            if unknown:
+                foreign_names.refuse(name, unknown)
+            self._separate_offset()
             self._adopt()
-            self._check()
-            key = _plan.key_of(name, given, options, zigzag)
-            plan = comm.plans.get(key)
-        except Exception as error:
-            refused = error
-        if plan is None:
-            plan = _plan.agree(comm, name, given, options, zigzag, refused)
-            comm.plans[key] = plan
-        self.plan = plan
+            self._check(return_lse)
+            arrays.check_bool("zigzag", zigzag)
+            return _plan.describe(name, given, options, zigzag)
+
+        make = functools.partial(_plan.make, comm, given, options, zigzag)
+        self.plan = _agreement.agree(comm, describe, make)
         self.xp = arrays.import_cupy() if arrays.is_cupy(given["q"]) else np
         self.transport = comm.for_arrays(given["q"]) if comm.size > 1 else comm
 
@@ -290,7 +285,7 @@ class _Call:
             )
         self.given.update(arrays.adopt_all(len(needed), **order)[1])
 
-    def _check(self):
+    def _check(self, return_lse):
         """Refuse what is wrong with the arrays of this rank, whatever others have."""
         a, options = self.given, self.options
         plain = (
@@ -308,8 +303,8 @@ class _Call:
             )  # fmt: skip
         else:
             attention_problem.attention(
-                a["q"], a["k"], a["v"], None, None, *plain, True, None,
-                options["method"],
+                a["q"], a["k"], a["v"], None, None, *plain, return_lse,
+                None, options["method"],
             )  # fmt: skip
         seqlen_q = a["q"].shape[_plan.sequence_axis(a["q"], options["layout"])]
         for name in ("bias", "mask"):
@@ -329,12 +324,6 @@ class _Call:
 
     def _run(self, function):
         with ending_all(self.transport):
-            problem = self.plan.problem
-            for name, axis in _LENGTHS.items():
-                if isinstance(self.given[name], np.ndarray):
-                    attention_problem.check_lengths(
-                        name, self.given[name], axis, getattr(problem, axis)
-                    )
             result = function(self)
             self.transport.finish()
             return result
@@ -373,7 +362,9 @@ class _Call:
             ("key_lengths", call.first_key, call.keys),
         ):
             found[name] = self.part_of_lengths(name, *part)
-        rule = problem.query_offset
+        # As it was given: the bounds of the problem go with an offset within reach.
+        rule = self.options["query_offset"]
+        rule = problem.query_offset if rule is None else rule
         if rule == "lengths":
             of_keys, of_queries = (
                 getattr(problem, axis) if given[name] is None else self._signed(name)

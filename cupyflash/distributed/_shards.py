@@ -1,7 +1,6 @@
 """Which part of a sequence each rank has."""
 
 import itertools
-import json
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +8,8 @@ import numpy as np
 from cupyflash._core import arrays
 from cupyflash._core.typing import Array
 from cupyflash.distributed import _bits
-from cupyflash.distributed._comm import Comm, ending_all, shifted
+from cupyflash.distributed._agreement import agree
+from cupyflash.distributed._comm import Comm, checked, ending_all, shifted
 
 
 class Chunk(NamedTuple):
@@ -95,12 +95,11 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
     ...     distributed.shard(np.arange(4.0), comm, axis=0)
     array([0., 1., 2., 3.])
     """
+    comm = checked(comm)
     zigzag = arrays.check_bool("causal", causal)
     x = arrays.adopt(x)
     xp = arrays.import_cupy() if arrays.is_cupy(x) else np
-    axis = np.lib.array_utils.normalize_axis_index(
-        arrays.index("axis", axis, "an int"), x.ndim, "axis"
-    )
+    axis = _whole_axis(x, axis)
     chunks = even_chunks(x.shape[axis], comm.size, zigzag)[comm.rank]
     return _bits.joined(
         xp, [_rows(x, axis, c.first, c.length) for c in chunks], axis=axis
@@ -149,26 +148,45 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     ...     distributed.unshard(np.arange(4.0), comm, axis=0)
     array([0., 1., 2., 3.])
     """
-    zigzag = arrays.check_bool("causal", causal)
-    x = arrays.adopt(x)
-    xp = arrays.import_cupy() if arrays.is_cupy(x) else np
-    axis = np.lib.array_utils.normalize_axis_index(
-        arrays.index("axis", axis, "an int"), x.ndim, "axis"
+    with checked(comm).lock:
+        return _unshard(x, comm, axis, causal)
+
+
+def _unshard(x, comm, axis, causal):
+    def describe():
+        nonlocal x, axis
+        arrays.check_bool("causal", causal)
+        x = arrays.adopt(x)
+        if x.dtype.hasobject:
+            raise TypeError(f"x must hold numbers, got {x.dtype}")
+        axis = _whole_axis(x, axis)
+        rest = [*x.shape[:axis], "its part", *x.shape[axis + 1 :]]
+        alike = {
+            "function": "unshard",
+            "kind of arrays": "CuPy" if arrays.is_cupy(x) else "NumPy",
+            "x": f"{x.dtype.name} ({', '.join(map(str, rest))})",
+            "causal": causal,
+        }
+        return alike, x.shape[axis]
+
+    chunks = agree(
+        comm, describe, lambda lengths: chunks_of(comm, "x", lengths, causal)
     )
+    xp = arrays.import_cupy() if arrays.is_cupy(x) else np
     if comm.size > 1:
         comm = comm.for_arrays(x)
-    shapes = _agree_on_parts(comm, x, axis)
-    lengths = [shape[axis] for shape in shapes]
-    chunks = chunks_of(comm, "x", lengths, zigzag)
-    whole = list(x.shape)
-    whole[axis] = sum(lengths)
+
+    def new(length):
+        return xp.empty((*x.shape[:axis], length, *x.shape[axis + 1 :]), x.dtype)
+
+    lengths = [sum(c.length for c in part) for part in chunks]
     with ending_all(comm):
-        found = xp.empty(whole, x.dtype)
+        found = new(sum(lengths))
         own = _bits.contiguous(xp, x)
         _deal(found, axis, own, chunks[comm.rank])
         for shift in range(1, comm.size):
             target, source = shifted(comm, shift)
-            part = xp.empty(shapes[source], x.dtype)
+            part = new(lengths[source])
             comm.exchange([own], target, [part], source)()
             _deal(found, axis, part, chunks[source])
         comm.finish()
@@ -194,20 +212,10 @@ def chunks_of(
     return chunks
 
 
-def _agree_on_parts(comm, x, axis):
-    """Shapes of the parts, which may differ along `axis` alone."""
-    message = json.dumps([list(x.shape), x.dtype.name, axis]).encode()
-    given = [json.loads(found) for found in comm.all_gather(message)]
-    rests = [(shape[:axis] + shape[axis + 1 :], *rest) for shape, *rest in given]
-    for rank, rest in enumerate(rests):
-        if rest != rests[0]:
-            raise ValueError(
-                "parts of one array differ along its sequence alone, but x has shape "
-                f"{tuple(given[rank][0])} ({given[rank][1]}, axis {given[rank][2]}) on "
-                f"rank {rank}, {tuple(given[0][0])} ({given[0][1]}, axis "
-                f"{given[0][2]}) on rank 0"
-            )
-    return [tuple(shape) for shape, *_ in given]
+def _whole_axis(x, axis):
+    return np.lib.array_utils.normalize_axis_index(
+        arrays.index("axis", axis, "an int"), x.ndim, "axis"
+    )
 
 
 def _deal(whole, axis, part, chunks):

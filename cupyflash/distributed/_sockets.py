@@ -64,15 +64,19 @@ class SocketComm(Comm):
 
     def all_gather(self, message):
         found = [message] * self.size
-        for shift in range(1, self.size):
-            target, source = shifted(self, shift)
-            jobs = [
-                self._post(
-                    self._to_send, self._send, target, _MESSAGE, [memoryview(message)]
-                ),
-                self._post(self._to_receive, self._receive_message, source),
-            ]
-            _, found[source] = self._wait(jobs)
+        ranks = [shifted(self, shift) for shift in range(1, self.size)]
+        parts = [memoryview(message)]
+        sent = [
+            self._post(self._to_send, self._send, target, _MESSAGE, parts)
+            for target, _ in ranks
+        ]
+        received = [
+            self._post(self._to_receive, self._receive_message, source)
+            for _, source in ranks
+        ]
+        self._wait(sent + received)
+        for (_, source), job in zip(ranks, received, strict=True):
+            found[source] = job.result
         return found
 
     def check(self):
@@ -139,7 +143,6 @@ class SocketComm(Comm):
             if job.error is not None:
                 self.abort(str(job.error))
                 raise _again(job.error)
-        return [job.result for job in jobs]
 
     def _work(self, jobs):
         while (job := jobs.get()) is not None:
@@ -208,11 +211,15 @@ class SocketComm(Comm):
 
     def _last_words(self, rank):
         """Why a rank has ended, if that is what it sent last; leaves it to be read."""
-        size = _FRAME.size
         with contextlib.suppress(OSError):
-            found = self._peers[rank].recv(size + _LONGEST_TEXT, socket.MSG_PEEK)
-            if found[:1] == _FAILURE:
-                return _ended(rank, found[size:])
+            found = self._peers[rank].recv(_AT_ONCE, socket.MSG_PEEK)
+            # Behind arrays and messages that nobody will read any more.
+            start = max(0, len(found) - _FRAME.size - _LONGEST_TEXT)
+            for at in range(start, len(found) - _FRAME.size + 1):
+                kind, size = _FRAME.unpack_from(found, at)
+                text = found[at + _FRAME.size :]
+                if (kind, size) == (_FAILURE, len(text)):
+                    return _ended(rank, text)
         return None
 
 
@@ -283,8 +290,7 @@ def _call_each_other(rank, size, host, port, deadline, stack):
         else:
             place = f"{own} {listener.getsockname()[1]}"
             peers[0] = _call(host, port, rank, size, place, deadline, stack)
-            (length,) = struct.unpack("!I", _exactly(peers[0], 4))
-            places = _exactly(peers[0], length).decode().split("\n")
+            places = _places(peers[0], size)
             for other in range(1, rank):
                 address, _, number = places[other].rpartition(" ")
                 peers[other] = _call(
@@ -296,9 +302,27 @@ def _call_each_other(rank, size, host, port, deadline, stack):
     return peers
 
 
+def _places(peer, size):
+    """Where each rank listens, told by rank 0 once all have called it."""
+    try:
+        (length,) = struct.unpack("!I", _exactly(peer, 4))
+        return _exactly(peer, length).decode().split("\n")
+    except TimeoutError:
+        raise TimeoutError(
+            f"not all {size} ranks have called rank 0 in time; some were not started, "
+            "or not with this address (MASTER_ADDR, MASTER_PORT)"
+        ) from None
+
+
 def _own_address(host):
     """The address of this machine, as seen from there."""
-    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConnectionError(
+            f"MASTER_ADDR is no address of a machine: {host!r} ({error})"
+        ) from None
+    family, _, _, _, address = found[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return probe.getsockname()[0]

@@ -1,5 +1,6 @@
 """connect(): what launchers tell, and how ranks find each other."""
 
+import concurrent.futures
 import importlib.util
 import os
 import shutil
@@ -96,6 +97,29 @@ def test_errors_in_words(monkeypatch):
         distributed.connect()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("MASTER_PORT", "65536", "MASTER_PORT must be from 1 to 65535, got 65536"),
+        ("CUPYFLASH_PORT", "-1", "CUPYFLASH_PORT must be from 1 to 65535, got -1"),
+        ("LOCAL_RANK", "-2", "LOCAL_RANK=-2 is no rank of WORLD_SIZE=4"),
+    ],
+)
+def test_numbers_out_of_range(monkeypatch, name, value, words):
+    for variable, its in {**OF_LAUNCHERS["torchrun"], name: value}.items():
+        monkeypatch.setenv(variable, its)
+    with pytest.raises(ValueError, match=words):
+        distributed.connect()
+
+
+def test_an_address_of_no_machine(monkeypatch):
+    for variable, its in OF_LAUNCHERS["torchrun"].items():
+        monkeypatch.setenv(variable, its)
+    monkeypatch.setenv("MASTER_ADDR", "")
+    with pytest.raises(ConnectionError, match=r"MASTER_ADDR is no address .* ''"):
+        distributed.connect(timeout=1)
+
+
 def test_several_machines_need_mpi_or_an_address(monkeypatch, asked):
     monkeypatch.setenv("SLURM_PROCID", "5")
     monkeypatch.setenv("SLURM_NTASKS", "8")
@@ -112,6 +136,23 @@ def test_ranks_that_do_not_come():
         _sockets.SocketComm(0, 3, "127.0.0.1", support.free_port(), timeout=0.3)
     with pytest.raises(TimeoutError, match="rank 1 could not reach"):
         _sockets.SocketComm(1, 3, "127.0.0.1", support.free_port(), timeout=0.3)
+
+
+def test_a_third_rank_that_does_not_come():
+    """Rank 1 has called rank 0, which waits for rank 2."""
+    port, found = support.free_port(), []
+
+    def first():
+        with pytest.raises(TimeoutError):
+            _sockets.SocketComm(0, 3, "127.0.0.1", port, timeout=3)
+        found.append("in time")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with pytest.raises(TimeoutError, match="not all 3 ranks have called rank 0"):
+        _sockets.SocketComm(1, 3, "127.0.0.1", port, timeout=1)
+    thread.join(20)
+    assert found == ["in time"]
 
 
 def test_a_port_in_use():
@@ -169,7 +210,38 @@ def unequal(comm):
 
 def test_parts_that_do_not_belong_together(ranks):
     for text in ranks.all(2, unequal):
-        assert "x has shape (2, 3) (float64, axis 1) on rank 1" in text
+        assert "x is float64 (2, its part) on rank 1 and float64 (1, its part)" in text
+
+
+def test_what_is_no_comm_and_no_numbers():
+    with pytest.raises(TypeError, match="comm must come from"):
+        distributed.shard(np.ones(4), None, 0)
+    with pytest.raises(TypeError, match="comm must come from"):
+        distributed.unshard(np.ones(4), "world", 0)
+    with distributed.connect() as comm:
+        with pytest.raises(TypeError, match="x must hold numbers, got object"):
+            distributed.unshard(np.array([None]), comm, 0)
+        with pytest.raises(np.exceptions.AxisError):
+            distributed.unshard(np.ones(4), comm, 1)
+
+
+def send_for_ever(comm):
+    while True:
+        comm.exchange([np.zeros(3)], 1, [], None)()
+
+
+def test_the_last_words_of_a_rank_stand_behind_its_messages():
+    port = support.free_port()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(
+            lambda rank: _sockets.SocketComm(rank, 2, "127.0.0.1", port, timeout=10),
+            range(2),
+        )
+    other.exchange([np.zeros(3)], 0, [], None)()  # which nobody receives
+    other.abort("MemoryError: no room")
+    with pytest.raises(ConnectionError, match="rank 1 has ended: MemoryError: no room"):
+        send_for_ever(one)
+    one.close()
 
 
 SCRIPT = """
@@ -196,9 +268,10 @@ except ValueError as error:
     reason="needs mpi4py and mpiexec",
 )
 def test_mpi():
+    path = [ROOT, ROOT / "tests/support", *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         ["mpiexec", "-n", "3", sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))},
         capture_output=True,
         text=True,
         timeout=300,

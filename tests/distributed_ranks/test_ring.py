@@ -1,5 +1,6 @@
 """cupyflash.distributed over real processes, against the plain functions."""
 
+import concurrent.futures
 import os
 import re
 import time
@@ -89,11 +90,20 @@ def mismatched(comm, name):
     # Of a length of its own: what all have agreed on once is not asked again.
     shape = (1, 100 + sum(name.encode()), 2)
     x = np.ones(shape)
-    options = {}
+    options = {
+        "offset": {"query_offset": np.array(3)},
+        "values": {"key_lengths": np.array(6)},
+        "alike": {"scale": np.float64(1), "window": [3, 0]},
+    }.get(name, {})
     if comm.rank == 1:
         options = {
+            "alike": {"scale": 1, "window": (3, 0)},
             "option": {"softcap": 3.0},
             "array": {"sinks": np.zeros(1)},
+            "offset": {"query_offset": 3},
+            "values": {"key_lengths": np.array(5)},
+            "unknown": {"is_causal": True},
+            "return_lse": {"return_lse": 1},
             "refused": {"scale": "large"},
         }.get(name, {})
         x = {"dtype": x.astype("float32"), "shape": np.ones((*shape[:2], 3))}.get(
@@ -103,6 +113,8 @@ def mismatched(comm, name):
         distributed.attention(x, x, x, comm, **options)
     except (TypeError, ValueError) as error:
         text = str(error)
+    else:
+        text = "no error"
     # All have raised, so all can go on.
     x = np.ones(shape)
     np.testing.assert_array_equal(distributed.attention(x, x, x, comm), x)
@@ -116,15 +128,118 @@ def mismatched(comm, name):
         ("array", r"sinks is float64 \(1\) on rank 1 and absent on rank 0"),
         ("dtype", r"q is float32 \(1, its part, 2\) on rank 1 and float64"),
         ("shape", r"q is float64 \(1, its part, 3\) on rank 1"),
-        ("refused", "rank 1 refused its arguments: TypeError: scale must be a real"),
+        ("offset", r"query_offset is 3 on rank 1 and int64 \(\) on rank 0"),
+        ("values", r"checksum of key_lengths is \d+ on rank 1 and \d+ on rank 0"),
+        ("alike", "no error"),  # equal numbers of different types
+        ("refused", "scale must be a real number, got a str"),
+        ("unknown", "'is_causal'; here it is causal="),
+        ("return_lse", "return_lse must be a bool, got int"),
     ],
 )
 def test_a_mismatch_ends_the_call_on_every_rank(ranks, name, words):
-    found = ranks.all(3, mismatched, name)
-    for rank in (0, 2) if name == "refused" else (0, 1, 2):
-        assert re.search(words, found[rank]), found[rank]
-    if name == "refused":
-        assert found[1] == "scale must be a real number, got a str"
+    for rank, text in enumerate(ranks.all(3, mismatched, name)):
+        assert re.search(words, text), text
+        if name in ("refused", "unknown", "return_lse") and rank != 1:
+            assert text.startswith("rank 1 refused its arguments: TypeError: ")
+
+
+def of_any_length(comm, totals):
+    """The largest error of causal calls over sequences of these lengths."""
+    x = np.random.default_rng(0).normal(size=(2, max(totals), 4))
+    errors = []
+    for total in totals:
+        whole = x[:, :total]
+        part = distributed.shard(whole, comm, causal=True)
+        out = distributed.attention(part, part, part, comm, causal=True)
+        out = distributed.unshard(out, comm, causal=True)
+        want = cupyflash.attention(whole, whole, whole, causal=True)
+        errors.append(abs(out - want).max())
+    return max(errors)
+
+
+def test_one_part_may_belong_to_several_sequences(ranks):
+    """Rank 0 has 5 places of 10 and of 11, rank 1 has 6 of 11 and of 12."""
+    for error in ranks.all(2, of_any_length, [10, 12, 11, 10]):
+        assert error < 1e-14
+
+
+def uneven(comm):
+    """Parts of which one is as long as in a call before."""
+    x = np.random.default_rng(0).normal(size=(1, 9, 2))
+    for lengths in ([3, 0, 6], [3, 3, 3], [6, 0, 3]):
+        first = sum(lengths[: comm.rank])
+        part = x[:, first : first + lengths[comm.rank]]
+        out = distributed.attention(part, part, part, comm)
+        np.testing.assert_allclose(
+            distributed.unshard(out, comm), cupyflash.attention(x, x, x), atol=1e-14
+        )
+
+
+def test_parts_of_any_lengths_in_turn(ranks):
+    ranks.all(3, uneven)
+
+
+def far_away(comm, options):
+    x = np.random.default_rng(0).normal(size=(1, 8, 2))
+    part = distributed.shard(x, comm)
+    out = distributed.attention(part, part, part, comm, zigzag=False, **options)
+    return distributed.unshard(out, comm), cupyflash.attention(x, x, x, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_offset": -(2**70), "window": (2**70, 2**70)},
+        {"query_offset": 2**70, "window": (2**70, 0)},
+        {"query_offset": 2**70, "causal": True},
+        {"query_offset": -(2**70), "causal": True},
+    ],
+    ids=str,
+)
+def test_offsets_beyond_64_bits(ranks, options):
+    for got, want in ranks.all(2, far_away, options):
+        np.testing.assert_allclose(got, want, atol=1e-14)
+
+
+def other_function(comm):
+    x = np.ones((1, 6, 2))
+    arguments = (x, comm) if comm.rank == 0 else (x, x, x, comm)
+    function = distributed.attention if comm.rank else distributed.unshard
+    with pytest.raises(ValueError, match="function is attention on rank 1 and unshard"):
+        function(*arguments)
+    distributed.attention(x, x, x, comm)
+
+
+def test_ranks_that_call_different_functions(ranks):
+    ranks.all(3, other_function)
+
+
+def on_threads(comm):
+    """The same calls by two threads of each rank."""
+    x = np.ones((1, 6, 2))
+
+    def calls():
+        return [distributed.attention(x, x, x, comm) for _ in range(20)]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(calls) for _ in range(2)]:
+            np.testing.assert_array_equal(each.result(), [x] * 20)
+
+
+def test_calls_by_several_threads(ranks):
+    ranks.all(2, on_threads)
+
+
+def remembered(comm):
+    for n in range(300):
+        comm.made[n] = None
+    x = np.ones((1, 7, 2))
+    distributed.attention(x, x, x, comm)
+    return len(comm.made)
+
+
+def test_what_is_remembered_does_not_grow(ranks):
+    assert ranks.all(2, remembered) == [1, 1]
 
 
 def one_rank_fails(comm):
@@ -148,9 +263,9 @@ def hang(comm, seconds):
 
 def out_of_step(comm):
     x = np.ones((1, 6, 2))
-    distributed.attention(x, x, x, comm)
-    y = x if comm.rank else np.ones((1, 8, 2))
-    return distributed.attention(y, y, y, comm)
+    if comm.rank:
+        return distributed.attention(x, x, x, comm)
+    return comm.exchange([x], 1, [np.empty_like(x)], 2)()
 
 
 def die(comm):
@@ -215,6 +330,8 @@ def test_errors_in_words():
             distributed.attention(x, x, x, comm, bias=np.ones((3, 4)))
         with pytest.raises(ValueError, match="one head_dim"):
             distributed.attention(x, np.ones((4, 3)), x, comm)
+        with pytest.raises(TypeError, match="causal must be a bool"):
+            distributed.attention(x, x, x, comm, causal=1)
         with pytest.raises(TypeError, match="zigzag must be a bool"):
             distributed.attention(x, x, x, comm, zigzag=1)
         with pytest.raises(ValueError, match="key_lengths must be from 0 to"):

@@ -122,7 +122,9 @@ PUBLIC = {
     },
     "dask": {
         "",
+        "points",
         "_attention.problem",
+        "_points.problem",
         "_softmax.problem",
         "_core.arrays",
         "_core.extras",

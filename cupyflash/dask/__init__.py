@@ -1,4 +1,4 @@
-"""Softmax and attention of Dask arrays: arrays larger than memory, many processes.
+"""Softmax, attention and points of Dask arrays: more than memory, many processes.
 
 The functions of the package, for `dask.array.Array` with NumPy or CuPy chunks. Results
 are lazy. Chunks may lie along any axes, those that a sum runs over included: each chunk
@@ -19,6 +19,7 @@ except ImportError as error:
         f"{extras.command('dask')} brings it"
     ) from error
 
+from cupyflash.dask import points
 from cupyflash.dask._attention import attention, merge_attention_states
 from cupyflash.dask._softmax import log_softmax, logsumexp, softmax
 
@@ -27,5 +28,6 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "merge_attention_states",
+    "points",
     "softmax",
 ]

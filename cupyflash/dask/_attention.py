@@ -1,33 +1,28 @@
 """attention and merge_attention_states of Dask arrays."""
 
 import functools
-import itertools
 import math
-import operator
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
-from dask.highlevelgraph import HighLevelGraph
 
 import cupyflash
 from cupyflash._attention import problem as attention_problem
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import foreign_names
 from cupyflash._core.typing import Layout, Method, Never, Precision, Window
-from cupyflash.dask import _chunks
+from cupyflash.dask import _chunks, _tree
 
 _LENGTHS = ("query_lengths", "key_lengths")
-_SPLIT_EVERY = 4  # as Dask's own reductions
 
 
-@foreign_names.documented()
+@foreign_names.documented("q", "k", "v")
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
     *,
     bias: Any = None,
     mask: Any = None,
@@ -99,15 +94,17 @@ def attention(
         "alibi_slopes": alibi_slopes, "query_offset": query_offset,
         "query_lengths": query_lengths, "key_lengths": key_lengths,
     }  # fmt: skip
-    is_host = attention_problem.is_index(query_offset)
-    plain = {"query_offset": query_offset} if is_host else {}
-    arrays = {
-        name: _chunks.of(name, x)
-        for name, x in given.items()
-        if x is not None and name not in plain
-    }
+    split_every = _chunks.split_every(split_every)
+    # What the plain function says of a number is said of it as it is.
+    is_number = _arrays.is_scalar(query_offset)
+    plain = {"query_offset": given.pop("query_offset")} if is_number else {}
+    arrays = _chunks.adopted(3, **given)
     # Values of lengths are checked here if they are known here.
-    known = {n: given[n] for n in _LENGTHS if isinstance(given[n], np.ndarray)}
+    known = {
+        n: given[n]
+        for n in _LENGTHS
+        if not (isinstance(given[n], da.Array) or _arrays.lives_on_gpu(given[n]))
+    }
     stand_ins = {n: _chunks.stand_in(x) for n, x in arrays.items()} | known
     options = {
         "scale": scale, "causal": causal, "window": window, "softcap": softcap,
@@ -120,7 +117,7 @@ def attention(
     moves = causal or window is not None or alibi_slopes is not None
     call = functools.partial(
         _part,
-        rule=problem.query_offset if moves else 0,
+        rule=_rule(problem, query_offset) if moves else 0,
         lengths={"query_lengths": problem.seqlen_q, "key_lengths": problem.seqlen_k},
         options={n: x for n, x in options.items() if n not in ("layout", "out")},
     )
@@ -132,8 +129,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@foreign_names.documented("outs", "lses")
 def merge_attention_states(
-    outs: Any, lses: Any, *, axis: int = 0, split_every: int | None = None
+    outs: Any = None,
+    lses: Any = None,
+    *,
+    axis: int = 0,
+    split_every: int | None = None,
+    **unknown: Never,
 ) -> tuple[da.Array, da.Array]:
     """Combine attention over parts of the keys, as Dask arrays of any chunks.
 
@@ -158,8 +161,12 @@ def merge_attention_states(
     TypeError, ValueError, numpy.exceptions.AxisError
         As `cupyflash.merge_attention_states`, at once.
     """
+    if unknown:
+        foreign_names.refuse("merge_attention_states", unknown)
+    split_every = _chunks.split_every(split_every)
     listed = [isinstance(x, (list, tuple)) for x in (outs, lses)]
-    outs, lses = (_stacked(n, x) for n, x in (("outs", outs), ("lses", lses)))
+    given = {n: _stacked(n, x) for n, x in (("outs", outs), ("lses", lses))}
+    outs, lses = _chunks.adopted(2, **given).values()
     problem, _ = attention_problem.merge(
         _as_given(_chunks.stand_in(outs), listed[0]),
         _as_given(_chunks.stand_in(lses), listed[1]),
@@ -182,21 +189,24 @@ def merge_attention_states(
         for n in range(len(parts)):
             yield (
                 (name, *place, n),
-                (_merge_chunk, (outs.name, n, *place, 0), (lses.name, n, *place)),
+                (
+                    cupyflash.merge_attention_states,
+                    (outs.name, n, *place, 0),
+                    (lses.name, n, *place),
+                ),
             )
 
-    return _states(
-        name, chunks, outs.shape[-1:], leaves, [outs, lses], problem, split_every
-    )
+    return _states(name, chunks, leaves, [outs, lses], problem, split_every)
 
 
 def _stacked(name, x):
     """A list of arrays as one, the parts in front."""
     if not isinstance(x, (list, tuple)):
-        return _chunks.of(name, x)
+        return x
     if not x:
         raise ValueError(f"{name} is an empty list; give one part at least")
-    return da.stack([_chunks.of(f"{name}[{n}]", part) for n, part in enumerate(x)])
+    parts = _chunks.adopted(1, **{f"{name}[{n}]": part for n, part in enumerate(x)})
+    return da.stack(list(parts.values()))
 
 
 def _as_given(x, is_list):
@@ -266,7 +276,6 @@ def _call_by_chunks(problem, arrays, call, split_every):
     return _states(
         name,
         scores[:-1],
-        (problem.head_dim_v,),
         leaves,
         [q, k, v, *options.values()],
         problem,
@@ -325,55 +334,23 @@ def _seen(problem, queries, keys):
     return found
 
 
-def _states(name, chunks, last, leaves, arrays, problem, split_every):
+def _rule(problem, query_offset):
+    """As it was given: the bounds of the problem go with an offset within reach."""
+    is_int = attention_problem.is_index(query_offset)
+    return int(query_offset) if is_int else problem.query_offset
+
+
+def _states(name, chunks, leaves, arrays, problem, split_every):
     """Arrays out and lse, of the tree over the leaves of each place of lse."""
-    every = split_every or dask.config.get("split_every", _SPLIT_EVERY)
-    every = _arrays.index("split_every", every, "an int of 2 or more")
-    if every < 2:
-        raise ValueError(f"split_every must be 2 or more, got {every}")
-    graph = {}
-    for place in itertools.product(*(range(len(sizes)) for sizes in chunks)):
-        parts = {}
-        for key, task in leaves(place):
-            graph[key] = parts[key] = task
-        keys = list(parts)
-        for depth in itertools.count():
-            groups = [keys[n : n + every] for n in range(0, len(keys), every)]
-            keys = [(f"merged-{depth}-{name}", *place, n) for n in range(len(groups))]
-            if len(groups) == 1:
-                keys = [(name, *place)]
-            graph.update(
-                (key, (_join, group)) for key, group in zip(keys, groups, strict=True)
-            )
-            if len(groups) == 1:
-                break
-    states = HighLevelGraph.from_collections(name, graph, dependencies=arrays)
-    found = []
-    for number, (what, more, dtype) in enumerate(
-        (
-            ("out", last, _arrays.to_dtype(problem.dtype)),
-            ("lse", (), _lse_dtype(problem)),
-        )
-    ):
-        of = f"{what}-{name}"
-        layer = {
-            (of, *place, *(0 for _ in more)): (
-                operator.itemgetter(number),
-                (name, *place),
-            )
-            for place in itertools.product(*(range(len(sizes)) for sizes in chunks))
-        }
-        whole = HighLevelGraph(
-            {**states.layers, of: layer}, {**states.dependencies, of: {name}}
-        )
-        sizes = (*chunks, *((n,) for n in more))
-        meta = _chunks.meta(arrays[0], len(sizes), dtype)
-        found.append(da.Array(whole, of, sizes, meta=meta))
-    return tuple(found)
-
-
-def _lse_dtype(problem):
-    return np.dtype(getattr(problem, "lse_dtype", None) or problem.compute_dtype)
+    lse = getattr(problem, "lse_dtype", None) or problem.compute_dtype
+    results = {
+        "out": ((problem.head_dim_v,), _arrays.to_dtype(problem.dtype)),
+        "lse": ((), np.dtype(lse)),
+    }
+    return _tree.joined(
+        name, chunks, leaves, cupyflash.merge_attention_states, results, arrays,
+        split_every,
+    )  # fmt: skip
 
 
 # --- what is done to chunks
@@ -405,15 +382,3 @@ def _part(q, k, v, *given, names, i0, j0, rule, lengths, options):
         **given,
         **(options | {"return_lse": True}),
     )
-
-
-def _merge_chunk(outs, lses):
-    return cupyflash.merge_attention_states(outs, lses)
-
-
-def _join(parts):
-    """One (out, lse) of several."""
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = zip(*parts, strict=True)
-    return cupyflash.merge_attention_states(list(outs), list(lses))

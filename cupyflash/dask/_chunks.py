@@ -3,24 +3,48 @@
 import math
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 
 from cupyflash._core import arrays
 
+_SPLIT_EVERY = 4  # as Dask's own reductions
 
-def of(name: str, x: Any) -> da.Array:
-    """`x` as a Dask array whose shape is known; other arrays become one chunk."""
-    if not isinstance(x, da.Array):
-        x = x if hasattr(x, "dtype") else np.asarray(x)
-        return da.from_array(x, chunks=-1, asarray=False)
-    if any(math.isnan(n) for n in x.shape):
-        raise ValueError(
-            f"{name} has axes of unknown length {x.shape}; call "
-            f"{name}.compute_chunk_sizes() first"
-        )
-    return x
+
+def adopted(num_needed: int, /, **given: Any) -> dict[str, da.Array]:
+    """The arguments that are there, as Dask arrays of known shapes, chunks of one kind.
+
+    The first `num_needed` must be there. Other arrays become one chunk; scalars are of
+    the kind of the first argument.
+    """
+    _, found = arrays.adopt_all(
+        num_needed,
+        **{n: x._meta if isinstance(x, da.Array) else x for n, x in given.items()},
+    )
+    found = {name: x for name, x in found.items() if x is not None}
+    for name, x in found.items():
+        if isinstance(given[name], da.Array):
+            x = given[name]
+        else:
+            x = da.from_array(x, chunks=-1, asarray=False)
+        if any(math.isnan(n) for n in x.shape):
+            raise ValueError(
+                f"{name} has axes of unknown length {x.shape}; call "
+                f"{name}.compute_chunk_sizes() first"
+            )
+        found[name] = x
+    return found
+
+
+def split_every(given: int | None) -> int:
+    """How many states are joined at once."""
+    every = dask.config.get("split_every", _SPLIT_EVERY) if given is None else given
+    every = arrays.index("split_every", every, "an int of 2 or more")
+    if every < 2:
+        raise ValueError(f"split_every must be 2 or more, got {every}")
+    return every
 
 
 def stand_in(x: da.Array) -> Any:

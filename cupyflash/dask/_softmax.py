@@ -8,13 +8,15 @@ import dask.array as da
 import numpy as np
 
 import cupyflash
-from cupyflash._core.typing import Axis, Method
+from cupyflash._core import foreign_names
+from cupyflash._core.typing import Axis, Method, Never
 from cupyflash._softmax import problem as softmax_problem
 from cupyflash.dask import _chunks
 
 
+@foreign_names.documented("x")
 def softmax(
-    x: Any,
+    x: Any = None,
     axis: Axis = None,
     *,
     where: Any = None,
@@ -22,6 +24,7 @@ def softmax(
     dtype: Any = None,
     method: Method = "auto",
     split_every: int | None = None,
+    **unknown: Never,
 ) -> da.Array:
     """Softmax of a Dask array, chunked along any axes.
 
@@ -72,12 +75,13 @@ def softmax(
     array([0. , 0. , 0.5, 0.5])
     """
     return _normalized(
-        cupyflash.softmax, x, axis, where, scale, dtype, method, split_every
+        cupyflash.softmax, x, axis, where, scale, dtype, method, split_every, unknown
     )
 
 
+@foreign_names.documented("x")
 def log_softmax(
-    x: Any,
+    x: Any = None,
     axis: Axis = None,
     *,
     where: Any = None,
@@ -85,6 +89,7 @@ def log_softmax(
     dtype: Any = None,
     method: Method = "auto",
     split_every: int | None = None,
+    **unknown: Never,
 ) -> da.Array:
     """Logarithm of `softmax` of a Dask array, chunked along any axes.
 
@@ -104,12 +109,21 @@ def log_softmax(
         As in `softmax`.
     """
     return _normalized(
-        cupyflash.log_softmax, x, axis, where, scale, dtype, method, split_every
+        cupyflash.log_softmax,
+        x,
+        axis,
+        where,
+        scale,
+        dtype,
+        method,
+        split_every,
+        unknown,
     )
 
 
+@foreign_names.documented("a")
 def logsumexp(
-    a: Any,
+    a: Any = None,
     axis: Axis = None,
     b: Any = None,
     keepdims: bool = False,
@@ -117,6 +131,7 @@ def logsumexp(
     *,
     where: Any = None,
     split_every: int | None = None,
+    **unknown: Never,
 ) -> da.Array | tuple[da.Array, da.Array]:
     """Logarithm of a sum of exponentials of a Dask array, chunked along any axes.
 
@@ -154,8 +169,10 @@ def logsumexp(
     A chunk gives the logarithm and the sign of its sum; these are joined by the same
     function, along a tree.
     """
-    given = {"a": a, "b": b, "where": where}
-    given = {n: _chunks.of(n, x) for n, x in given.items() if x is not None}
+    if unknown:
+        foreign_names.refuse("logsumexp", unknown)
+    split_every = _chunks.split_every(split_every)
+    given = _chunks.adopted(1, a=a, b=b, where=where)
     stand_ins = {n: _chunks.stand_in(x) for n, x in given.items()}
     problem, _ = softmax_problem.logsumexp(
         stand_ins["a"],
@@ -185,10 +202,12 @@ def logsumexp(
     return tuple(found) if return_sign else found[0]
 
 
-def _normalized(function, x, axis, where, scale, dtype, method, split_every):
+def _normalized(function, x, axis, where, scale, dtype, method, split_every, unknown):
     """softmax or log_softmax."""
-    given = {"x": x, "where": where}
-    given = {n: _chunks.of(n, x) for n, x in given.items() if x is not None}
+    if unknown:
+        foreign_names.refuse(function.__name__, unknown)
+    split_every = _chunks.split_every(split_every)
+    given = _chunks.adopted(1, x=x, where=where)
     stand_ins = {n: _chunks.stand_in(x) for n, x in given.items()}
     problem, _ = softmax_problem.softmax(
         function.__name__,

@@ -239,10 +239,59 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
         cupyflash.dask.attention(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="key_lengths must be from 0 to seqlen_k = 2"):
         cupyflash.dask.attention(x, x, x, key_lengths=np.array(3))
-    with pytest.raises(ValueError, match="split_every must be 2 or more, got 1"):
-        cupyflash.dask.attention(x, x, x, split_every=1)
+    with pytest.raises(ValueError, match=r"key_lengths\[1\] is 3"):
+        cupyflash.dask.attention(*[x[:, None, None]] * 3, key_lengths=[1, 3])
+    with pytest.raises(TypeError, match="int or an integer array, got float"):
+        cupyflash.dask.attention(x, x, x, query_offset=1.0)
+    for function in (cupyflash.dask.attention, cupyflash.dask.merge_attention_states):
+        with pytest.raises(TypeError, match="must be an array, got None"):
+            function(x)
+    for function in (cupyflash.dask.softmax, cupyflash.dask.logsumexp):
+        with pytest.raises(TypeError, match="must be an array, got None"):
+            function(None)
+        with pytest.raises(TypeError, match="here it is axis="):
+            function(x, dim=0)
     with pytest.raises(ValueError, match="empty list"):
         cupyflash.dask.merge_attention_states([], [])
+
+
+@pytest.mark.parametrize(
+    ("split_every", "kind"), [(0, ValueError), (1, ValueError), (2.5, TypeError)]
+)
+def test_split_every(split_every, kind):
+    x = da.zeros((2, 3, 4), chunks=1)
+    for function, arguments in (
+        (cupyflash.dask.softmax, (x,)),
+        (cupyflash.dask.logsumexp, (x,)),
+        (cupyflash.dask.attention, (x, x, x)),
+        (cupyflash.dask.merge_attention_states, (x, x[..., 0])),
+    ):
+        with pytest.raises(kind, match="split_every must be"):
+            function(*arguments, split_every=split_every)
+
+
+def test_chunks_that_the_functions_would_refuse():
+    masked = da.from_array(np.ma.masked_array(np.zeros(3), [1, 0, 0]), chunks=1)
+    with pytest.raises(TypeError, match="x is a masked array"):
+        cupyflash.dask.softmax(masked)
+    with pytest.raises(TypeError, match="where is a masked array"):
+        cupyflash.dask.softmax(da.zeros(3), where=masked)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_offset": -(2**70), "window": (2**70, 2**70)},
+        {"query_offset": 2**70, "window": (2**70, 0)},
+        {"query_offset": -(2**70), "causal": True},
+    ],
+    ids=str,
+)
+def test_offsets_beyond_64_bits(options):
+    x = np.random.default_rng(0).normal(size=(1, 8, 2))
+    lazy = da.from_array(x, chunks=(1, 3, 2))
+    got = cupyflash.dask.attention(lazy, lazy, lazy, **options)
+    compare(got, cupyflash.attention(x, x, x, **options), near_zero=True)
 
 
 def test_lengths_in_dask_arrays_are_checked_when_they_are_computed():

@@ -1,6 +1,7 @@
 """More of the random problems of cupyflash.dask than its tests draw.
 
-python tests/support/fuzz_dask.py 500    # so many of each of the two kinds
+python tests/support/fuzz_dask.py 500                # 0 to 499 of each kind
+python tests/support/fuzz_dask.py 500 --first 7000   # others
 """
 
 import argparse
@@ -11,18 +12,25 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "dask_arrays"))
 
 import test_dask_arrays as problems
+import test_points
 
 # A test takes the first of its seeds: how many each has.
-KINDS = {problems.test_softmax_family: 12, problems.test_attention: 8}
+KINDS = {
+    problems.test_softmax_family: 12,
+    problems.test_attention: 8,
+    test_points.test_reductions: 8,
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("count", type=int)
-    count = parser.parse_args().count
+    parser.add_argument("--first", type=int, default=0)
+    options = parser.parse_args()
+    count = options.count
     start, bad = time.monotonic(), 0
     for test, seeds in KINDS.items():
-        for first in range(0, count, seeds):
+        for first in range(options.first, options.first + count, seeds):
             try:
                 test(first)
             except Exception as error:

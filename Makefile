@@ -75,7 +75,7 @@ $(FLOORS)/.installed: setup.cfg pyproject.toml
 	@touch $@
 
 .PHONY: help demo test floors lint format compile docs linkcheck gpu-check gpu-proof \
-  gpu-fuzz gpu-sanitize gpu-record bench numbers tables clean ci-install
+  gpu-fuzz gpu-sanitize gpu-record bench numbers tables clean ci-install docs-check
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -108,6 +108,9 @@ compile: $(call STAMP,test)  ## Compile the kernels that changed, without a GPU;
 docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+docs-check: $(call STAMP,docs)  ## Look at every page of the documentation in Chromium
+	$(PY) tools/check_site.py
 
 linkcheck: $(call STAMP,docs)  ## Whether the links of the documentation lead somewhere
 	$(PY) -m sphinx -q -b linkcheck -D plot_gallery=0 docs docs/_build/linkcheck

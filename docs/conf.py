@@ -41,12 +41,12 @@ templates_path = ["_templates"]
 
 autosummary_generate = True
 numpydoc_show_class_members = False
-# The types of parameters stand in the docstrings.
+# The types of parameters are in the docstrings.
 autodoc_typehints = "none"
 myst_heading_anchors = 3
 
-# Scripts that become pages: each runs when the site is built, and a page whose script
-# fails, fails the build. Files that begin with _ are shared by the others.
+# Scripts that become pages: each runs when the site is built, and if one fails, so does
+# the build. Files that begin with _ are shared by the others.
 sphinx_gallery_conf = {
     "examples_dirs": ["lesson", "../examples", "guides"],
     "gallery_dirs": ["generated/lesson", "generated/gallery", "generated/guides"],
@@ -136,27 +136,29 @@ def add_gpu_output(app, docname, source):
 def gpu_output(name, output):
     """A section of reStructuredText with the output of one example."""
     script = HERE.parent / "examples" / f"{name}.py"
-    _, _, digest = output.read_text("utf-8").partition("\n")[0].rpartition(", script ")
+    where, _, digest = (
+        output.read_text("utf-8").partition("\n")[0].rpartition(", script ")
+    )
     lines = [
         "The same on a GPU",
         "-----------------",
         "",
-        "At the size for GPUs, with warm calls. The first line says on which card and",
-        "with which versions.",
+        f"The script's larger problem, timed on warm calls: {where}.",
         *(
             []
             if digest == hashlib.sha256(script.read_bytes()).hexdigest()[:12]
-            else ["This run was of an earlier version of the script."]
+            else ["The script has changed a little since."]
         ),
         "",
         f".. literalinclude:: /on_a_gpu/{name}.txt",
         "   :language: text",
+        "   :lines: 2-",
         "",
     ]
     if (HERE / "on_a_gpu" / f"{name}.png").exists():
         lines += [
             f".. image:: /on_a_gpu/{name}.png",
-            "   :alt: The picture of the run on the GPU",
+            "   :alt: The picture from the run on the GPU",
             "",
         ]
     return "\n" + "\n".join(lines)

@@ -2,10 +2,10 @@
 Masks, causal and query_offset
 ==============================
 
-Which keys does a query see? Each picture below comes from a call: with the identity as
-values, the result of attention is the matrix of its weights. With ``scale=0`` all keys
-that are seen weigh the same, so what is not black is seen. Queries are rows, keys are
-columns.
+Which keys does a query see? Each picture below comes from an actual call. With the
+identity as values, the result of attention is its matrix of weights, and with
+``scale=0`` every key that is seen gets the same weight. So whatever is not black is
+seen. Queries are rows and keys are columns.
 """
 
 import matplotlib.pyplot as plt
@@ -39,13 +39,13 @@ def show(calls, num_queries=8, num_keys=8):
 # %%
 # The diagonal
 # ------------
-# ``query_offset`` is the place of query 0 among the keys. ``causal=True`` lets query
-# *i* see keys up to ``i + query_offset``. With as many queries as keys there is one
-# answer. With fewer queries there are two customs, and they differ:
+# ``query_offset`` is the position of query 0 among the keys. With ``causal=True``,
+# query *i* sees keys up to ``i + query_offset``. With as many queries as keys there is
+# only one sensible choice. With fewer queries there are two conventions:
 #
-# * ``None``, the default: the last query meets the last key, as with a cache of keys
-#   and values, and as in FlashAttention;
-# * ``0``: the first query meets the first key, as in PyTorch and JAX.
+# * ``None``, the default: the last query lines up with the last key, as you want for a
+#   key-value cache, and as in FlashAttention;
+# * ``0``: the first query lines up with the first key, as in PyTorch and JAX.
 
 show(
     {
@@ -59,8 +59,8 @@ show(
 # %%
 # More queries than keys
 # ----------------------
-# By the same rule the first queries see nothing. Their result is 0 and their lse -inf,
-# never NaN.
+# By the same rule, the first queries see nothing. Their result is 0 and their lse is
+# -inf, never NaN.
 
 show(
     {
@@ -75,8 +75,8 @@ assert (weights(8, 5, causal=True)[:3] == 0).all()
 # %%
 # Windows
 # -------
-# ``window=(left, right)`` counts keys on each side of the diagonal, and a number stands
-# for both. ``None`` is unbounded: ``window=(None, 0)`` is causal.
+# ``window=(left, right)`` counts keys on each side of the diagonal; a single number
+# sets both. ``None`` means unbounded, so ``window=(None, 0)`` is causal.
 
 show(
     {
@@ -90,8 +90,8 @@ assert (weights(8, 8, window=(None, 0)) == weights(8, 8, causal=True)).all()
 # %%
 # Lengths
 # -------
-# Padded batches have a length for each entry, and the diagonal follows the lengths: the
-# last query in use meets the last key in use.
+# In a padded batch each entry has its own length, and the diagonal follows the lengths:
+# the last query in use lines up with the last key in use.
 
 show(
     {
@@ -111,9 +111,9 @@ show(
 # %%
 # A cache
 # -------
-# Two new queries, a cache with room for 8 keys, 5 of them in use, the new two included:
-# query 0 is the fourth key. The offset follows from the lengths; said as a number it is
-# the length before the new keys.
+# Say you have two new queries, and a cache with room for 8 keys of which 5 are in use,
+# counting the two new ones. Then query 0 belongs to the fourth key. The offset follows
+# from the lengths. If you give it as a number, it is the length before the new keys.
 
 cache = {"key_lengths": np.array([5]), "causal": True}
 show(
@@ -128,8 +128,8 @@ assert (weights(2, 8, **cache) == weights(2, 8, **cache, query_offset=3)).all()
 # %%
 # Masks of any shape
 # ------------------
-# ``mask`` is bool, True for a key that is seen, and broadcasts: a row is a mask of
-# keys, a matrix one for all heads. All masks intersect.
+# ``mask`` is bool, True for a key that is seen, and broadcasts: a vector masks keys,
+# and a matrix applies to all heads. A key must pass all the masks that you give.
 
 rng = np.random.default_rng(0)
 keys = np.array([1, 1, 0, 1, 1, 0, 1, 1], bool)
@@ -145,10 +145,10 @@ show(
 # %%
 # Biases
 # ------
-# What should weigh less, and not vanish, is a bias: any shape that broadcasts to
-# (batch, heads, queries, keys), read in place and never expanded. ``alibi_slopes`` make
-# a bias from positions; ``sinks`` join the denominator only, and the weights of a row
-# then add up to less than 1.
+# If some keys should count for less but not vanish, use a bias, of any shape that
+# broadcasts to (batch, heads, queries, keys). It is read in place and never expanded.
+# ``alibi_slopes`` make a bias from positions. ``sinks`` only add to the denominator, so
+# the weights of a row add up to less than 1.
 
 distance = np.abs(np.arange(8)[:, None] - np.arange(8))
 cases = {

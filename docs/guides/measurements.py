@@ -2,19 +2,19 @@
 Benchmarks
 ==========
 
-Every number comes from a run, and the run's report is in the repository, in
-``benchmarks/results/``. This page draws those reports; each says on which card and with
-which versions it was made.
+Every number in the documentation comes from a run whose report is in the repository,
+under ``benchmarks/results/``. This page draws those reports. Each one says which card
+and which versions it was made with.
 
-Run them on your machine:
+To run the benchmarks on your machine:
 
 .. code-block:: console
 
    $ python -m cupyflash bench --output bench_output
 
-or the whole tables, in a clone, with ``python benchmarks/bench_attention.py`` and
-``python benchmarks/bench_softmax.py``. Each result is checked before it is timed; times
-are medians of several rounds. A `design note
+For the full tables, run ``python benchmarks/bench_attention.py`` and
+``python benchmarks/bench_softmax.py`` in a clone. Each result is checked before it is
+timed, and times are medians of several rounds. A `design note
 <https://github.com/cupyflash/cupyflash/blob/main/docs/design/decisions/timing.md>`__
 describes how time is measured.
 """
@@ -71,16 +71,17 @@ def bars(rows, unit, factor, providers, title):
 # %%
 # Softmax
 # -------
-# The bound is memory: ``copy`` is the rate at which the card copies as many bytes.
+# Memory bandwidth is the limit: ``copy`` is the rate at which the card copies the same
+# number of bytes.
 
 rows = report("softmax_h200.json")
 bars(rows, "GB/s", 1e-9, ("tiled", "cupyx", "torch", "copy"), "softmax")
 
 # %%
-# Attention beside others
-# -----------------------
-# Each kernel for tensor cores and the fastest of those it was compared with, in
-# alternation in one process. A ratio above 1 says that cupyflash is faster.
+# Attention compared with others
+# ------------------------------
+# Each tensor-core kernel against the fastest of the others, run alternately in one
+# process. A ratio above 1 means that cupyflash is faster.
 
 print(f"{'TFLOP/s':56} cupyflash  other  ratio")
 for _, peer, label, ours, theirs in readme_tables.cells():
@@ -89,9 +90,9 @@ for _, peer, label, ours, theirs in readme_tables.cells():
 # %%
 # Attention by kernels for every card
 # -----------------------------------
-# Here ``tiled`` is the portable kernel, which uses no tensor cores: what a card older
-# than Ampere runs. float32 and float64 first, then 16 bits, where other libraries use
-# tensor cores.
+# Here ``tiled`` is the portable kernel, which uses no tensor cores and is what cards
+# older than Ampere run. First float32 and float64, then 16 bits, where the other
+# libraries use tensor cores.
 
 rows = report("attention_h200.json")
 providers = ("tiled", "safe", "cupy + cupyx", "torch efficient", "torch math")
@@ -111,7 +112,7 @@ bars(half, "TFLOP/s", 1e-12, providers, "attention, 16 bits")
 for row in report("cpu.json"):
     if "seconds" in row:
         extra = row.get("extra_bytes")
-        memory = f"{extra / 2**20:8.1f} MiB beside the result" if extra else ""
+        memory = f"{extra / 2**20:8.1f} MiB extra memory" if extra else ""
         name = f"{row['case']:<40} {row['provider']:<10}"
         print(f"{name} {row['seconds'] * 1e3:8.1f} ms {memory}".rstrip())
 

@@ -2,19 +2,19 @@
 Score and mask functions
 ========================
 
-A score between a query and a key may be anything that a plain Python function says:
-``score=`` takes the score to another, ``mask=`` tells which keys a query sees. The
-function is traced once, differentiated symbolically, and evaluated for blocks of
-scores, so that the matrix of all scores is never stored. On NumPy arrays that is done
-by NumPy; for CuPy arrays what the function says becomes a part of the kernel.
+You can compute the score between a query and a key with a plain Python function.
+``score=`` changes the score, and ``mask=`` decides which keys a query sees. Your
+function is traced once, differentiated symbolically, and evaluated for one block of
+scores at a time, so the matrix of all scores is never stored. For NumPy arrays, NumPy
+evaluates it; for CuPy arrays, it is compiled into the kernel.
 
-A function asks by name for what it needs:
+Name the arguments you need:
 
 * ``s``, the score so far: scaled, after the softcap, before the bias (not in a mask);
 * ``b``, the batch entry, and ``h``, the query head;
-* ``i``, the place of the query among the keys (``query_offset`` is added), and ``j``,
-  the key;
-* after ``*``, arrays by name, which are indexed by one integer an axis.
+* ``i``, the position of the query among the keys (``query_offset`` is added), and
+  ``j``, the key;
+* after ``*``, arrays by name, which you index with one integer per axis.
 """
 
 import matplotlib.pyplot as plt
@@ -27,7 +27,7 @@ q, k, v = rng.standard_normal((3, 1, 4, 256, 16))
 
 
 def relative(s, h, i, j, *, slope):
-    """Less for keys farther away."""
+    """Lower the score of keys that are farther away."""
     return s - slope[h] * abs(i - j)
 
 
@@ -40,15 +40,16 @@ assert np.allclose(out, attention(q, k, v, alibi_slopes=slopes))
 # What is allowed
 # ---------------
 # Arithmetic, powers, comparisons, ``& | ^ ~``, ``abs``, ``<<`` and ``>>`` of integers;
-# of NumPy ``where``, ``select``, ``clip``, ``minimum``, ``maximum``, ``isin``, roots,
+# from NumPy ``where``, ``select``, ``clip``, ``minimum``, ``maximum``, ``isin``, roots,
 # exponentials, logarithms, trigonometric and hyperbolic functions and their inverses,
-# ``floor``, ``round``, ``sign``, ``isfinite`` and their like; helper functions, loops
-# over constants, ``functools.partial``, ``x.astype(int)``. The error of a function that
-# is not there lists those that are. Floats have the precision of the scores, whatever
-# ``astype`` says.
+# ``floor``, ``round``, ``sign``, ``isfinite`` and similar functions; helper functions,
+# loops over constants, ``functools.partial``, ``x.astype(int)``. If you use a function
+# that is missing, the error lists those that exist. Floats have the precision of the
+# scores, whatever ``astype`` says.
 #
-# A Python ``if`` cannot know a value that is not there yet. This and every other
-# mistake is an error at its own line, which says what to write:
+# A Python ``if`` cannot work, because there is no value to test yet while the function
+# is traced. Mistakes like this raise an error that points at the line and says what to
+# write instead:
 
 
 def wrong(s, i, j):
@@ -63,7 +64,7 @@ except TypeError as error:
 # %%
 # What was understood, and its derivative
 # ---------------------------------------
-# ``explain`` shows both. What is used twice is computed once.
+# ``explain`` shows both. Expressions that occur twice are computed once.
 
 table = rng.standard_normal((32, 4))
 t5 = {"score": scores.t5_bias(), "score_arrays": {"table": table}}
@@ -80,17 +81,18 @@ print(explain(attention_vjp, out, q, k, v, out, lse, score=bent))
 # Numbers and arrays
 # ------------------
 # Numbers that a function closes over may change from call to call, and so may the
-# contents of arrays: nothing is traced anew. Literals and booleans belong to the
-# function. Arrays, lists and objects cannot be closed over, as what they hold could
-# change unseen: arrays go by name.
+# contents of arrays, without tracing it again. Literals and booleans are part of the
+# function itself. A function cannot close over arrays, lists or other objects, because
+# their contents could change unnoticed: pass arrays by name instead.
 
 for cap in (1.0, 2.0):
     capped = attention(q, k, v, score=lambda s, cap=cap: cap * np.tanh(s / cap))
     assert np.allclose(capped, attention(q, k, v, softcap=cap))
 
 # %%
-# Indices count from 0 and do not wrap. One out of range is an ``IndexError``, unless
-# another option hides the pair. Clip it, or hide the pair:
+# Indices count from 0 and do not wrap around. One out of range raises an
+# ``IndexError``, unless another option hides that pair. So clip the index, or hide the
+# pair:
 
 near = {
     "score": lambda s, i, j, *, t: s + t[i - j],
@@ -105,8 +107,8 @@ attention(q, k, v, **near, causal=True)
 # %%
 # Gradients
 # ---------
-# ``attention_vjp`` takes the same arguments. ``need_dscore`` names arrays of floats
-# whose gradients are wanted, too; their sums have the same bits in every run.
+# ``attention_vjp`` takes the same arguments. In ``need_dscore``, name the arrays of
+# floats whose gradients you want as well; they are bit-identical in every run.
 
 grads = attention_vjp(out, q, k, v, out, lse, **call, need_dscore=["slope"])
 step = np.array([1e-6, 0, 0, 0])
@@ -117,12 +119,13 @@ print(f"by a difference {change.sum() / 1e-6:.6f}")
 assert np.isclose(grads.dscore["slope"][0], change.sum() / 1e-6, rtol=1e-4)
 
 # %%
-# Masks, and the share of their tiles
-# -----------------------------------
-# A mask of positions is looked at for whole tiles first, by intervals: what is hidden
-# everywhere is skipped, what is seen everywhere needs no mask. There is nothing to
-# build or to keep. ``explain`` tells the numbers of tiles; the pictures show the masks
-# of 64 queries and keys, the titles the share of tiles of 4,096 of each.
+# Masks, and the tiles they skip
+# ------------------------------
+# A mask that depends on positions is first evaluated for whole tiles, by interval
+# arithmetic. Tiles that are hidden everywhere are skipped, and tiles that are seen
+# everywhere need no mask. You don't have to build or keep anything. ``explain`` counts
+# the tiles. The pictures show each mask for 64 queries and keys, and their titles the
+# share of tiles that is skipped for 4,096 of each.
 
 masks = {
     "sliding_window(8)": (scores.sliding_window, (8,), (512,), {}),
@@ -163,10 +166,10 @@ for axis, (name, entry) in zip(axes, masks.items(), strict=True):
 axes[0].set_ylabel("query")
 
 # %%
-# Models
-# ------
-# ``cupyflash.scores`` holds these masks and some scores, each of a few lines: take them
-# as they are, or as models for your own.
+# Ready-made functions
+# --------------------
+# ``cupyflash.scores`` has these masks and several scores, each a few lines long. Use
+# them as they are, or as a starting point for your own.
 
 soft_window = attention(
     q, k, v, mask=scores.sliding_window(32), **call, softcap=20.0, sinks=np.zeros(4)

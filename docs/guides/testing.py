@@ -2,41 +2,41 @@
 What is tested, and how
 =======================
 
-A kernel library is worth what survives its users. This page says what was tried, on
-which card, for how long, and what it found; the figures are read from
-``tests/record/gpu_record.json``, which the tests themselves write, when this page is
-built.
+You can only rely on a kernel library if someone has tried hard to break it. This page
+says what was tried, on which card, for how long, and what turned up. The figures are
+read from ``tests/record/gpu_record.json``, which the tests write themselves, when this
+page is built.
 
 .. code-block:: console
 
    $ python -m cupyflash check            # within a minute: each kernel, its error
-   $ make test                            # all that needs no GPU
-   $ make gpu-check                       # all that needs one; writes the record
-   $ make gpu-proof                       # its part in tests/gpu, described below
+   $ make test                            # everything that needs no GPU
+   $ make gpu-check                       # everything that needs one; writes the record
+   $ make gpu-proof                       # the part in tests/gpu, described below
    $ make gpu-fuzz                        # 5,000 random problems
    $ make gpu-sanitize                    # compute-sanitizer over every kernel
-   $ make gpu-record                      # is the record of these sources?
+   $ make gpu-record                      # does the record match these sources?
 
-Parts run alone: ``python -m pytest -m gpu tests/gpu -k laws``. Into the record they go
-by ``PYTEST_ARGS="--part 1/4" make gpu-check``, which deals the files by the time they
-took; a run of a part of a file stands beside what the file had, and does not make it
-up to date. ``RECORD_ARGS=--strict make gpu-record`` fails unless all files, the random
-problems and the kernels that were met are of these sources, and nothing failed.
+You can run parts alone, such as ``python -m pytest -m gpu tests/gpu -k laws``. To put
+parts into the record, use ``PYTEST_ARGS="--part 1/4" make gpu-check``, which splits the
+files by how long they took. If only part of a file ran, its results are added to what
+the record has for that file, but do not count as up to date.
+``RECORD_ARGS=--strict make gpu-record`` fails unless all files, the random problems and
+the kernels that ran belong to these sources, and nothing failed.
 
 What is compared with what
 --------------------------
 
 * **The exact result** comes from ``tests/support/oracle.py``: the formulas in extended
-  precision on the host (in float64 where results are float32 or narrower), which share
-  no code with the package and are themselves compared with mpmath.
-* **The bound** is the promise of :doc:`/guides/precision`, and what the rounding of
-  the scores alone brings. No bound is chosen so that a kernel passes.
-* **Rows of the kernel tables are parameters of the tests**: a kernel that is added is
-  met by all of ``tests/gpu/test_rows.py`` without a change there. Each row runs
-  forced, alone, and one test a row asks ``explain`` whether some ordinary call is led
-  to it.
-* **NaN stands wherever no kernel may look**: between the elements of strided arrays,
-  behind masks and lengths, in memory that a result has not been written to yet.
+  precision on the host (or in float64 where results are float32 or narrower). It shares
+  no code with the package, and is itself compared with mpmath.
+* **The bound** is what :doc:`/guides/precision` promises, plus what the rounding of the
+  scores alone accounts for. No bound is chosen to make a kernel pass.
+* **The tests are parametrised by the kernel tables**, so a new kernel is covered by all
+  of ``tests/gpu/test_rows.py`` without changing it. Each kernel is forced to run alone,
+  and one test per kernel asks ``explain`` whether some ordinary call leads to it.
+* **NaN is placed wherever no kernel may look**: between the elements of strided arrays,
+  behind masks and lengths, and in memory that has not been written yet.
 """
 
 import json
@@ -71,18 +71,18 @@ print(f"CuPy {record['cupy']}, driver {record['driver']}")
 print(f"{record['passed']} passed, {record['failed']} failed")
 
 # %%
-# Contract and laws, row by row
-# -----------------------------
-# Every row in each of its types, in plain, shifted, reversed, padded and transposed
-# memory, with no option and with all of them at once. Then what holds without a
-# reference: rows sum to one; a shift of the scores changes nothing but ``lse``; the
-# order of the keys does not matter; parts of the keys merge to the whole; entries of
-# the batch and heads do not know of each other, bit by bit, even if NaN fills the
-# others; gradients are linear, and add up to what flows in. The bits are the same in
-# 100 runs, with ``out=``, and when a CUDA graph is replayed, also where blocks share a
-# row or the keys and where all options meet. And hostile values: NaN, infinities,
-# denormals, the largest numbers, scores of 1e30, rows that see nothing, an ``out`` that
-# overlaps an input or itself.
+# Contracts and laws, kernel by kernel
+# ------------------------------------
+# Every kernel runs in each of its dtypes, on plain, shifted, reversed, padded and
+# transposed memory, without options and with all of them at once. Then come the laws
+# that need no reference: rows sum to one; shifting the scores changes only ``lse``; the
+# order of the keys does not matter; parts of the keys merge to the whole; batch entries
+# and heads do not affect each other by a single bit, even if the others are full of
+# NaN; gradients are linear, and add up to what flows in. Results are bit-identical over
+# 100 runs, with ``out=``, and when a CUDA graph is replayed, even where blocks share a
+# row or the keys, and with all options combined. Finally, hostile values: NaN,
+# infinities, denormals, the largest numbers, scores of 1e30, rows that see nothing, an
+# ``out`` that overlaps an input or itself.
 
 figures(
     "gpu/test_rows.py",
@@ -94,20 +94,20 @@ figures(
 # %%
 # Random problems
 # ---------------
-# Arguments of every kind from a seed: a test compares what is drawn with the signatures
-# of the functions, so that an option that is added has to be drawn. Lengths go to
-# 9,000, heads to 640 columns, equal in q and v or not; groups, products of batch, heads
-# and queries, and splits of the keys are odd as well as even, parts of the keys empty
-# or beyond a window. A test counts each of these in what is drawn.
+# Arguments of every kind are drawn from a seed. A test compares what is drawn with the
+# signatures of the functions, so a new option cannot be forgotten. Lengths go up to
+# 9,000 and heads up to 640 columns, equal in q and v or not. Groups, products of batch,
+# heads and queries, and splits of the keys are odd as well as even, and parts of the
+# keys may be empty or beyond a window. A test counts how often each of these is drawn.
 #
-# ``make gpu-fuzz`` draws 5,000. Which row and which kernels a problem would launch is
-# asked of the package's own plans, which need no GPU; of twelve structures the one is
-# taken whose row and kernels were met least so far, and slow rows get fewer. The
-# kernels are compiled on all cores first; then the problems run in processes side by
-# side, so that one that ends its process, or hangs, is one bad problem. Every seed has
-# other structures; by default it is the time. A failure begins with the line that runs
+# ``make gpu-fuzz`` draws 5,000. It asks the package's own plans, which need no GPU,
+# which kernels a problem would launch. Of twelve candidates it keeps the one whose
+# kernels have run least so far, and slow kernels get fewer problems. The kernels are
+# compiled on all cores first. Then the problems run in parallel processes, so one that
+# crashes its process, or hangs, is a single bad problem. Every seed gives different
+# problems; by default the seed is the time. A failure starts with the command that runs
 # its problem again, such as ``python tests/support/fuzz.py attention 1234 --sizes 2
-# --budget 20 --xp cupy``. ``make test`` draws other problems each day, on NumPy.
+# --budget 20 --xp cupy``. ``make test`` draws different problems every day, on NumPy.
 
 figures("gpu/test_random.py", "support/test_fuzz.py")
 if fuzz := record.get("fuzz"):
@@ -121,16 +121,16 @@ if fuzz := record.get("fuzz"):
         print(f"    bad: {bad['line']}")
 
 # %%
-# Which kernels were met
+# Which kernels have run
 # ----------------------
-# A row is compiled in many variants: a source, and the defines of types, tile and
-# options. Each test says which it launched; those of tests that passed and compare
-# results with the oracle count, against all that ``python -m cupyflash compile --all``
-# lists for the rows by tensor cores, forward and backward, and for what copies, sums
-# and merges beside them. ``tests/gpu/test_variants.py`` plans calls of a few sizes for
-# each sample that the list is made of, with each row forced, and runs those that launch
-# what no call before them did. ``python tests/record/gpu_record.py --unmet`` names the
-# rest.
+# Each kernel of the tables is compiled in many variants: one source, with defines for
+# types, tile and options. Tests report which variants they launched. A variant counts
+# if its test passed and compared the result with the oracle. The total is everything
+# that ``python -m cupyflash compile --all`` lists for the tensor-core kernels, forward
+# and backward, and for the kernels that copy, sum and merge for them.
+# ``tests/gpu/test_variants.py`` plans calls of a few sizes for each item on that list,
+# and runs those that launch something new. ``python tests/record/gpu_record.py
+# --unmet`` names what is left.
 
 if met := record.get("variants"):
     some, all_ = (sum(row[i] for row in met["rows"].values()) for i in (0, 1))
@@ -144,53 +144,54 @@ figures(
 # %%
 # Sizes
 # -----
-# More than 2^31 elements in q, k, v, out and in an array of softmax, forward and
-# backward; one query before four million keys; more heads and batch entries than a
-# grid has blocks along an axis, through the kernels of gradients, too; head dimensions
-# of 1 and 512; a zero in every place of a shape, without options and with all.
+# More than 2^31 elements in q, k, v, out and in an array for softmax, forward and
+# backward; one query with four million keys; more heads and batch entries than a grid
+# can have blocks along an axis, for gradients too; head dimensions of 1 and 512; a zero
+# in every position of a shape, without options and with all of them.
 
 figures("gpu/test_sizes.py", "cuda/test_gpu.py")
 
 # %%
 # Streams, threads, processes
 # ---------------------------
-# Eight threads, each with a stream and shapes of its own, compared bit for bit with
-# the serial results (a case is a call; ``--thread-seconds`` says for how long), through
-# each row whose blocks wait for one another or share their memory: a row that is added
-# has to be among the calls, or to be named as one that is not;
-# captures beside another thread; a first compilation by many threads, and by four
-# processes on one empty cache folder; processes that are killed while they compile,
-# and the start after it. With two devices, arrays of one while the other is current.
+# Eight threads, each with its own stream and shapes, compared bit for bit with the
+# serial results (each call is a case; ``--thread-seconds`` sets how long). The calls
+# cover every kernel whose blocks wait for one another or share memory; a new one has to
+# be added to the calls, or listed as one that need not be. Also: capturing a graph
+# while another thread works; compiling for the first time from many threads, and from
+# four processes on one empty cache folder; processes that are killed while they
+# compile, and the next start. With two devices, arrays of one while the other is
+# current.
 
 figures("gpu/test_threads.py")
 
 # %%
 # Memory
 # ------
-# The pool before and after 10,000 mixed calls; an allocation that fails, at each
-# place of each call in turn, and what it leaves behind; what ``tiled`` takes beside
-# its results.
+# The memory pool before and after 10,000 mixed calls; a failing allocation at each
+# point of each call in turn, and what it leaves behind; how much memory ``tiled`` takes
+# on top of its results.
 
 figures("gpu/test_memory.py")
 
 # %%
-# Surroundings
-# ------------
-# A cache folder that is full, read-only, damaged or a file; headers of another CUDA;
-# no NVRTC; the cache in memory. These need no GPU (``tests/cuda/test_environment.py``);
-# a few run again on one.
+# Environment
+# -----------
+# A cache folder that is full, read-only, damaged or a file; headers of another CUDA
+# version; no NVRTC; the cache in memory. These need no GPU
+# (``tests/cuda/test_environment.py``); a few run again on one.
 
 figures("cuda/test_compiler.py")
 
 # %%
 # compute-sanitizer
 # -----------------
-# Small calls of each row, of softmax in rows short and long, of attention also with one
-# query and its keys in parts (in odd numbers, without a key, beyond a window), with
-# numbers that are not finite where no query looks and where one does, and of merging,
-# under four tools. An error is what the
-# tool says; where it has something to say, or cannot judge a kernel, its words stand
-# here, and ``make gpu-sanitize`` fails.
+# Small calls of each kernel under four tools: softmax with short and long rows;
+# attention, also with one query and its keys in parts (an odd number of them, without a
+# key, beyond a window), and with numbers that are not finite, both where no query looks
+# and where one does; and merging. An error is what the tool reports. If it reports
+# something, or cannot judge a kernel, its message is shown here, and
+# ``make gpu-sanitize`` fails.
 
 sanitizer = record.get("sanitizer", {"version": "not run", "tools": {}})
 print(f"compute-sanitizer {sanitizer['version']}")
@@ -208,9 +209,9 @@ for tool, rows in sanitizer["tools"].items():
 # %%
 # Defects that were found
 # -----------------------
-# By reading, by random problems and by the sanitizers, with the tests that hold them
-# down now (``tests/record/defects.tsv``). D: wrong results and crashes, C: promises
-# that did not hold.
+# Found by reading, by random problems and by the sanitizers, with the tests that now
+# guard against them (``tests/record/defects.tsv``). D marks wrong results and crashes,
+# C broken promises.
 
 defects = (RECORD.parent / "defects.tsv").read_text("utf-8").splitlines()[1:]
 for name, what, tests in (line.split("\t") for line in defects):
@@ -221,7 +222,7 @@ for name, what, tests in (line.split("\t") for line in defects):
 # %%
 # What failed
 # -----------
-# Tests of the record that failed; none of them is hidden by a wider bound.
+# Failed tests in the record. None of them is hidden by a wider bound.
 
 failed = [name for found in record["files"].values() for name in found["failures"]]
 print("\n".join(failed) or "none")
@@ -229,30 +230,33 @@ print("\n".join(failed) or "none")
 # %%
 # Known and open
 # --------------
-# What was seen and is not mended:
+# What we know about and have not fixed:
 #
-# * *Outputs that cancel.* Of bfloat16 values whose weighted mean is near 0 an output
-#   was wrong by 1.06e-2 of the largest, where 8e-3 is promised (2 queries, one column):
-#   16-bit weights are wrong in proportion to the mean of ``abs(v)``. What holds there,
-#   too, stands in :doc:`/guides/precision` and is tested in all rows.
-# * *Gradients of float32 in parts* lack digits where all larger weights of a key meet
-#   zeros of dout (of q, for dk; of k, for dq): of 32 queries, weights below 2**-20 of
-#   the largest lose bits, below 2**-40 all. An element of dv was 0 instead of 9.9e-16,
-#   beside others of 0.6 in its row. What mends it costs 1 to 4 % of all calls, which
-#   note 0014 tells.
+# * *Outputs that cancel.* For bfloat16 values whose weighted mean is close to 0, an
+#   output was off by 1.06e-2 of the largest, where 8e-3 is promised (2 queries, one
+#   column). The error of 16-bit weights is proportional to the mean of ``abs(v)``.
+#   :doc:`/guides/precision` says what does hold, and that is tested for all kernels.
 #
-# * *Sums of 4,096 to 32,768 terms that are all alike*, to the last bit: 1.5e-5 in
-#   float32 and 2.7e-14 in float64, where 2e-6 and 5e-15 are promised; random terms of
-#   one sign keep the promise. Longer sums are made in runs and keep it in both cases
-#   (:doc:`/guides/precision`), which note 0005 tells.
+# * *float32 gradients computed in parts* lack digits where all the larger weights of a
+#   key meet zeros of dout (of q, for dk; of k, for dq). Among 32 queries, weights below
+#   2**-20 of the largest lose bits, and below 2**-40 all of them. An element of dv was
+#   0 instead of 9.9e-16, next to others of 0.6 in its row. A fix would cost 1 to 4 % of
+#   every call; see note 0014.
+#
+# * *Sums of 4,096 to 32,768 terms that are all alike* to the last bit: 1.5e-5 in
+#   float32 and 2.7e-14 in float64, where 2e-6 and 5e-15 are promised. Random terms of
+#   one sign keep the promise. Longer sums are split and keep it in both cases
+#   (:doc:`/guides/precision`); see note 0005.
 #
 # * *The gradient of a shared bias* in 16 bits: compute-sanitizer runs over its kernel
-#   with all options. The form for a bias alone, and those that sum over queries or
-#   keys, are compared with the oracle, but were not judged by a tool yet.
+#   with all options. The variants for a bias alone, and those that sum over queries or
+#   keys, are compared with the oracle but have not been through a sanitizer yet.
 #
-# * *Gradients beside one that is not finite* may differ in their last bits from those
-#   of a call without it, in other entries of the batch, too: tensor-core kernels then
-#   make all gradients of the call again by other kernels, which round otherwise. With
-#   finite numbers beside them the bits are the same, which is tested in all rows.
+# * *Gradients next to one that is not finite* may differ in their last bits from those
+#   of a call without it, even in other batch entries: tensor-core kernels then
+#   recompute all gradients of the call with other kernels, which round differently. If
+#   the other numbers are finite the bits are the same, and that is tested for all
+#   kernels.
 #
-# Note 0018 has the reproducers of the first two.
+# Note 0018 has code to reproduce the first two. The notes are in `docs/design/lab
+# <https://github.com/cupyflash/cupyflash/tree/main/docs/design/lab>`__.

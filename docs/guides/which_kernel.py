@@ -2,9 +2,9 @@
 Which kernel do I get?
 ======================
 
-A table of kernels, best first, is asked from top to bottom, and the first that takes
-the problem runs. A kernel that cannot says why. :func:`cupyflash.explain` shows the
-choice for a call, without running it:
+cupyflash keeps its kernels in a table, best first, and runs the first one that can take
+the problem. A kernel that cannot take it says why. :func:`cupyflash.explain` shows the
+choice for a call without running it:
 """
 
 from dataclasses import replace
@@ -23,10 +23,10 @@ x = np.ones((2, 8, 1024, 64), np.float32)
 print(cupyflash.explain("attention", x, x, x, causal=True))
 
 # %%
-# On the CPU there is one way for each method. On a GPU the choice depends on dtype,
-# head size, options and card. What follows asks the tables themselves, for cards that
-# need not be there; it is made when this page is built, so it is true of the version
-# that you read.
+# On the CPU there is one implementation per method. On a GPU the choice depends on the
+# dtype, head size, options and card. The rest of this page asks the tables themselves,
+# for cards that need not be present. It runs when the page is built, so it is true of
+# the version you are reading about.
 
 ARCHS = {
     "sm_75": "Turing",
@@ -59,7 +59,7 @@ def table(cases, rows):
 # %%
 # Attention
 # ---------
-# ``none`` stands where bfloat16 needs a newer card.
+# ``none`` means that bfloat16 needs a newer card.
 
 
 def attention(dtype, head_dim, **options):
@@ -80,7 +80,7 @@ table(
 # %%
 # Gradients of attention
 # ----------------------
-# An option, here a soft cap, may lead to another kernel.
+# An option, here a soft cap, may need a different kernel.
 
 
 def gradients(dtype, head_dim, softcap):
@@ -106,7 +106,8 @@ table(
 # %%
 # Many short entries
 # ------------------
-# Where every multiprocessor has a head, and the keys of a head fit on the chip.
+# There are kernels for the case where every multiprocessor has a head to work on, and
+# the keys of a head fit on the chip.
 
 
 def short(dtype, queries, keys, head_dim, entries):
@@ -135,6 +136,7 @@ table(
 # %%
 # With a method
 # -------------
+# Asking for a method limits the choice to the kernels that implement it.
 
 methods = ("auto", "naive", "safe", "online", "tiled")
 table(
@@ -145,8 +147,8 @@ table(
 # %%
 # Softmax
 # -------
-# Rows that are too long to be held on the chip are read twice. Where the axis is not
-# the contiguous one, neighbouring columns are worked on together.
+# Rows that are too long to fit on the chip are read twice. If the axis is not the
+# contiguous one, neighbouring columns are processed together.
 
 NAMES = ("x", "where", "out")
 

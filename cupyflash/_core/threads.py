@@ -6,6 +6,7 @@ long as there are no more threads at work than cores.
 """
 
 import collections
+import contextvars
 import functools
 import itertools
 import os
@@ -51,6 +52,19 @@ class Scratch:
 
 class _Cancelled(BaseException):
     """Another thread of the same call has failed or was interrupted."""
+
+
+# What NumPy warns of is a variable of the context; in this one it is silent.
+_silent = contextvars.Context()
+_silent.run(np.seterr, all="ignore")
+
+
+def silently(function: Callable, *args: Any) -> Any:
+    """``function(*args)``, of which NumPy warns of nothing.
+
+    For calls of some microseconds, of which `np.errstate` takes one.
+    """
+    return _silent.copy().run(function, *args)
 
 
 def num_cores() -> int:
@@ -340,7 +354,7 @@ def run_with_blas(function: Callable, *args: Any) -> Any:
         shared.at_work.add(thread)
         if shared.fork_ended is not None:
             shared.let_fork(thread)
-        return function(*args)
+        return silently(function, *args)
     finally:
         shared.leave(thread)
 

@@ -299,8 +299,8 @@ def offset_of(problem, operands):
 def product(a, b, out=None):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
-    In float32 the error of such a sum grows with the number of its terms; between
-    blocks it is float64, and float64 adds up runs of blocks.
+    In float32 the error of such a sum grows with the number of its terms. Blocks are
+    added up in runs, and runs in float64.
     """
     terms = a.shape[-1]
     if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
@@ -314,15 +314,18 @@ def product(a, b, out=None):
         *b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1]
     )
     parts = np.matmul(blocks_a.swapaxes(-2, -3), blocks_b)
-    if a.dtype == np.float64 and num_blocks > BLOCKS_OF_A_RUN:
+    if num_blocks <= BLOCKS_OF_A_RUN:
+        total = np.add.reduce(parts, -3, None, out)
+    else:
         starts = range(0, num_blocks, BLOCKS_OF_A_RUN)
-        parts = np.add.reduceat(parts, starts, axis=-3)
-    total = np.add.reduce(parts, axis=-3, dtype=np.float64)
+        runs = np.add.reduceat(parts, starts, axis=-3)
+        total = np.add.reduce(runs, axis=-3, dtype=np.float64)
     if terms > whole:
         np.add(total, np.matmul(a[..., whole:], b[..., whole:, :]), out=total)
     if out is None:
         return total.astype(a.dtype, copy=False)
-    np.copyto(out, total, casting="same_kind")
+    if total is not out:
+        np.copyto(out, total, casting="same_kind")
     return out
 
 

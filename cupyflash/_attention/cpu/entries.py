@@ -35,8 +35,10 @@ _MOST_KEYS = 2048
 # Boxes that a thread takes, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
-# matrix times vector, and matrix times matrix (the thresholds of OpenBLAS).
+# matrix times vector, and matrix times matrix; and those of a product of vectors (the
+# thresholds of OpenBLAS).
 _SMALL_FOR_BLAS = 9216, 1 << 18
+_SMALL_DOT = 10_000
 
 
 def takes(problem):
@@ -85,7 +87,8 @@ def _is_small_for_blas(problem):
     rows, keys = problem.seqlen_q, problem.seqlen_k
     narrow = min(rows, keys, problem.head_dim, problem.head_dim_v) == 1
     work = rows * keys * max(problem.head_dim, problem.head_dim_v)
-    return work <= _SMALL_FOR_BLAS[not narrow]
+    results = math.prod(problem.out_shape)
+    return results <= _SMALL_DOT and work <= _SMALL_FOR_BLAS[not narrow]
 
 
 def run(problem, operands, out, lse):
@@ -147,8 +150,8 @@ class Direct:
     """
 
     @staticmethod
-    def takes(problem):
-        """Whether calls of a problem can be made this way."""
+    def takes(problem, q, k):
+        """Whether calls like this one can be made this way."""
         rows, keys = problem.seqlen_q, problem.seqlen_k
         entries = math.prod(problem.batch) * problem.num_heads
         return (
@@ -164,20 +167,26 @@ class Direct:
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
             and not (problem.softcap or problem.return_lse)
+            # No batch axis of v alone.
+            and np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+            == problem.out_shape[:-2]
         )
 
     def __init__(self, problem):
-        self._scores = (*problem.out_shape[:-1], problem.seqlen_k)
-        self._factor = scale_of(problem)
+        self._factor = np.asarray(scale_of(problem))
         self._folds = (
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
-        self._hidden = None
+        self._may_be_square = problem.seqlen_q == problem.seqlen_k
+        self._hidden, self._blind_rows = None, 0
         if problem.right is not None:
             last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
-            self._hidden = np.arange(problem.seqlen_k) > last[:, None]
-        # Rows that see no key are NaN, unless they are known, and take the long way.
-        self._hides = self._hidden is not None and bool(self._hidden.all(axis=1).any())
+            # Rows that see no key are the first ones. They see all here, and become 0.
+            self._blind_rows = int(np.count_nonzero(last < 0))
+            hidden = np.arange(problem.seqlen_k) > last[:, None]
+            hidden[: self._blind_rows] = False
+            if hidden.any():
+                self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype)
         self._is_small_for_blas = _is_small_for_blas(problem)
 
     def __call__(self, q, k, v, bias):
@@ -186,28 +195,28 @@ class Direct:
         if not flags:
             return None
         if self._is_small_for_blas:
-            return self._compute(q, k, v, bias)
+            return _threads.silently(self._compute, q, k, v, bias)
         return _threads.run_with_blas(self._compute, q, k, v, bias)
 
     def _compute(self, q, k, v, bias):
-        with np.errstate(all="ignore"):
-            factor = self._factor
-            if self._folds:
-                q, factor = np.multiply(q, factor), None
-            elif _is_square(q, k):
-                q = q.copy()
-            s = np.matmul(q, k.swapaxes(-1, -2))
-            if s.shape != self._scores:  # a batch axis of v alone
-                return None
-            if factor is not None:
-                np.multiply(s, factor, out=s)
-            if bias is not None:
-                np.add(s, bias, out=s, casting="unsafe")
-            if self._hidden is not None:
-                np.copyto(s, -np.inf, where=self._hidden)
-            out, *_ = _weigh(s, v, None, None, self._hides)
-            # Squares do not cancel; those that overflow take the long way, too.
-            return out if math.isfinite(np.vdot(out, out)) else None
+        if self._folds:
+            q = np.multiply(q, self._factor)
+        elif self._may_be_square and _is_square(q, k):
+            q = q.copy()
+        s = np.matmul(q, k.swapaxes(-1, -2))
+        if not self._folds:
+            np.multiply(s, self._factor, s)
+        if bias is not None:
+            np.add(s, bias, s)
+        if self._hidden is not None:
+            np.add(s, self._hidden, s)
+        out, *_ = _weigh(s, v, None, None, False)
+        if self._blind_rows:
+            out[..., : self._blind_rows, :] = 0
+        # Squares do not cancel; those that overflow take the long way, too, as do rows
+        # that see no key by their bias: they are NaN.
+        flat = out.ravel()
+        return out if math.isfinite(flat.dot(flat)) else None
 
 
 def _boxes(shape, size):

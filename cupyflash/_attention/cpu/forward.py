@@ -80,7 +80,8 @@ def attention(
         method,
     )  # fmt: skip
     if key is not None:
-        direct = entries.Direct(problem) if entries.Direct.takes(problem) else None
+        takes = entries.Direct.takes(problem, q, k)
+        direct = entries.Direct(problem) if takes else None
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
         _checked[key] = problem, direct

@@ -32,6 +32,9 @@ _BOX_BYTES = 1 << 20
 _BOX_OPERANDS, _BOX_CONVERTED = 1 << 22, 1 << 20
 # With more keys a box has too few rows for BLAS, and an entry goes by tiles.
 _MOST_KEYS = 2048
+# Keys up to which scores lie side by side also where a bias or a mask, whose keys lie
+# so, is read across.
+_FEW_KEYS = 16
 # Boxes that a thread takes, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
@@ -107,6 +110,18 @@ def run(problem, operands, out, lse):
         _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
 
 
+def _lies_side_by_side(problem):
+    """Whether a key has its scores of all rows in a line of memory.
+
+    NumPy begins and ends a maximum or a sum for each row (some 50 ns), but takes those
+    of many rows side by side as quickly as it adds: that pays off with as many rows as
+    keys. BLAS does not mind.
+    """
+    keys = problem.seqlen_k
+    across = problem.bias or problem.mask
+    return keys <= _rows_of_a_box(problem) and (keys <= _FEW_KEYS or not across)
+
+
 def _is_power_of_two(factor):
     return abs(math.frexp(factor)[0]) == 0.5
 
@@ -178,6 +193,7 @@ class Direct:
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
+        self._side_by_side = _lies_side_by_side(problem)
         self._hidden, self._blind_rows = None, 0
         if problem.right is not None:
             last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
@@ -186,7 +202,8 @@ class Direct:
             hidden = np.arange(problem.seqlen_k) > last[:, None]
             hidden[: self._blind_rows] = False
             if hidden.any():
-                self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype)
+                order = "F" if self._side_by_side else "C"
+                self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype, order)
         self._is_small_for_blas = _is_small_for_blas(problem)
 
     def __call__(self, q, k, v, bias):
@@ -203,7 +220,10 @@ class Direct:
             q = np.multiply(q, self._factor)
         elif self._may_be_square and _is_square(q, k):
             q = q.copy()
-        s = np.matmul(q, k.swapaxes(-1, -2))
+        if self._side_by_side:
+            s = np.matmul(k, q.swapaxes(-1, -2)).swapaxes(-1, -2)
+        else:
+            s = np.matmul(q, k.swapaxes(-1, -2))
         if not self._folds:
             np.multiply(s, self._factor, s)
         if bias is not None:
@@ -245,6 +265,7 @@ class _Entries:
         self._num_batch = len(problem.batch)
         self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
+        self._side_by_side = _lies_side_by_side(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
             problem.left is not None
@@ -292,18 +313,30 @@ class _Entries:
         first, last = self._visible_keys(rows)
         k = self._load(scratch, "k", self._k[(*shared, slice(first, last))])
         q, factor = self._queries(scratch, self._q[here], k)
-        s = scratch.array("s", (*q.shape[:-1], last - first), self.dtype)
+        s = self._matrices(scratch, "s", (*q.shape[:-1], last - first), self.dtype)
         np.matmul(q, k.swapaxes(-1, -2), out=s)
         if factor != 1:
             np.multiply(s, factor, out=s)
         self._finish(s, entries, rows, first, last, scratch)
         v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
-        o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
+        o = out = self._out[box]
+        if out.dtype != self.dtype or not out.flags.c_contiguous:
+            o = scratch.array("o", out.shape, self.dtype)
         sink = None if self._sinks is None else self._sinks[entries[-2:]]
         _, base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
-        if not math.isfinite(np.add.reduce(o, axis=None)):
+        flat = o.ravel()
+        if not math.isfinite(flat.dot(flat)):  # squares do not cancel
             self._repair(box, o, s, v, divisor)
-        self._store(box, o, base, d)
+        if o is not out:
+            np.copyto(out, o, casting="unsafe")
+        self._store_rest(box, out, base, d)
+
+    def _matrices(self, scratch, name, shape, dtype):
+        """A buffer for one value a score, in the order of memory of the scores."""
+        if not self._side_by_side:
+            return scratch.array(name, shape, dtype)
+        *entries, rows, keys = shape
+        return scratch.array(name, (*entries, keys, rows), dtype).swapaxes(-1, -2)
 
     def _queries(self, scratch, q, k):
         """(q, factor of the scores); a power of two goes into q."""
@@ -351,27 +384,28 @@ class _Entries:
             if not isinstance(offset, int):
                 offset = offset[batch]
             i = np.arange(rows.start, rows.stop)[:, None] + offset
-            distance = i - np.arange(first, last)
+            j = np.arange(first, last)
+            shape = (*i.shape[:-1], last - first)
+            hidden = self._matrices(scratch, "hidden", shape, np.bool_)
         if self._slopes is not None:
             slopes = self._slopes[entries].astype(dtype)[..., None, None]
-            np.subtract(s, slopes * np.abs(distance).astype(dtype), out=s)
+            np.subtract(s, slopes * np.abs(i - j).astype(dtype), out=s)
         if left is not None:
-            np.copyto(s, -np.inf, where=distance > left)
+            np.copyto(s, -np.inf, where=np.less(j, i - left, out=hidden))
         if right is not None:
-            np.copyto(s, -np.inf, where=distance < -right)
+            np.copyto(s, -np.inf, where=np.greater(j, i + right, out=hidden))
         if self._length_k is not None:
             beyond = np.arange(first, last) >= self._length_k[batch]
             np.copyto(s, -np.inf, where=beyond)
         if self._mask is not None:
             mask = self._mask[(*here, keys)]
-            hidden = scratch.array("hidden", mask.shape, np.bool_)
+            hidden = self._matrices(scratch, "hidden", mask.shape, np.bool_)
             np.copyto(s, -np.inf, where=np.logical_not(mask, out=hidden))
 
-    def _store(self, box, o, base, d):
-        """Write the rows; one that sees no key gives 0, and the sink."""
+    def _store_rest(self, box, out, base, d):
+        """Padding, and the logarithms; a row that sees no key has that of the sink."""
         *entries, rows = box
-        out, padding = self._out[box], None
-        np.copyto(out, o, casting="unsafe")
+        padding = None
         if self._length_q is not None:
             i = np.arange(rows.start, rows.stop)[:, None]
             padding = i >= self._length_q[tuple(entries[: self._num_batch])]

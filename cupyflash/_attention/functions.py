@@ -13,7 +13,7 @@ from cupyflash._core.dtypes import CUDA_TYPES
 
 @functools.cache
 def language():
-    """What traces functions, imported when the first one arrives."""
+    """The module that traces functions, imported when the first one arrives."""
     from cupyflash._expr import lookup
 
     return lookup
@@ -108,7 +108,7 @@ def arrays_of(functions: Functions) -> dict[str, Any]:
 def names_of_gradients(
     need_dscore: Any, functions: Functions | None
 ) -> tuple[str, ...]:
-    """The names of the arrays whose gradients are asked for."""
+    """The names of the arrays whose gradients are requested."""
     names = (need_dscore,) if isinstance(need_dscore, str) else need_dscore
     try:
         names = tuple(names)
@@ -135,14 +135,14 @@ def names_of_gradients(
 
 
 def as_option(expression: Any, values: list[Any]) -> Any:
-    """(left, right) of a mask that is a window, or the softcap that a score is."""
+    """(left, right) for a mask that is a window, or the softcap that a score is."""
     return None if expression.option is None else expression.option.of(values)
 
 
 def with_options(
     functions: Functions, left: int | None, right: int | None, softcap: float
 ) -> tuple[Functions | None, int | None, int | None, float]:
-    """The functions that no option says, and bounds and softcap with what one does."""
+    """Functions with those that an option expresses replaced by that option."""
     score, mask = functions
     if mask is not None and (window := as_option(mask.expression, mask.values)):
         mask = None
@@ -176,7 +176,7 @@ def described(functions: Functions | None) -> dict[str, str]:
 def tiles_of_mask(
     problem: Any, mask: BoundFunction, offsets: Any, rows: int, keys: int
 ) -> dict[str, int]:
-    """How many tiles of `rows` queries and `keys` keys a mask shows whole, and not."""
+    """How many tiles of `rows` queries and `keys` keys a mask shows, whole or not."""
     from cupyflash._expr.intervals import decide
 
     arrays = {
@@ -207,7 +207,7 @@ def tiles_of_mask(
     return counts
 
 
-# Integers that functions close over may be as large for kernels that count in 32 bits.
+# Largest integers that functions may close over in kernels that count in 32 bits.
 MOST_OF_A_NUMBER = 1 << 20
 
 
@@ -224,11 +224,11 @@ def cuda_text(
     ranges: Mapping[str, tuple[int, int] | None],
     in_stages: bool = False,
 ) -> str:
-    """The functions as CUDA, with the headers that they need.
+    """The functions as CUDA text, with the headers that they need.
 
     `ranges` are the first and the last of b, h, i and j in the call, None if that is
-    not known. Where all integers fit, they have 32 bits. With `in_stages` kernels find
-    them taken apart by `emit_stages`, too.
+    not known. If all integers fit, they have 32 bits. With `in_stages` the text also
+    has the stages of `emit_stages`.
     """
     from cupyflash._expr.emit_cuda import emit_cuda, emit_cuda_tiles
     from cupyflash._expr.emit_stages import emit_bounds, emit_stages
@@ -252,12 +252,12 @@ def cuda_text(
 
 
 def _is_near(positions):
-    """Whether positions are small as `emit_stages` has it."""
+    """Whether positions are small in the sense of `emit_stages`."""
     return positions is not None and max(map(abs, positions)) < 1 << 23
 
 
 def _fits_int32(expression, values, ranges):
-    """Whether 32 bits do for any numbers closed over of which integers are small."""
+    """Whether 32 bits suffice for all numbers closed over whose integers are small."""
     from cupyflash._expr.intervals import fits_int32
 
     numbers: dict[Any, Any] = dict.fromkeys(expression.numbers)

@@ -14,10 +14,10 @@ from cupyflash._core import arrays as _arrays
 
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
-# What NumPy's iterators go through.
+# The most axes that NumPy's iterators support.
 MOST_AXES = 32
 
-# The least and the largest normal number of each compute dtype.
+# Smallest and largest normal number of each compute dtype.
 _NORMAL_NUMBERS = {
     dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max))
     for dtype in ("float32", "float64")
@@ -26,11 +26,10 @@ _NORMAL_NUMBERS = {
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """What is asked, without the arrays.
+    """A call of attention, without the arrays.
 
-    `left` and `right` bound the keys that a query sees round its diagonal
-    ``i + query_offset``, both inclusive; None is unbounded. They hold causal and window
-    together.
+    `left` and `right` bound the keys that a query sees around its diagonal ``i +
+    query_offset``, both inclusive; None is unbounded. They combine causal and window.
     """
 
     backend: str  # "numpy" or "cupy"
@@ -46,7 +45,7 @@ class AttentionProblem:
     left: int | None = None
     right: int | None = None
     # An int is known to the host; "lengths" is key length - query length of each batch
-    # entry; "array" comes from the device.
+    # entry; "array" is known to the device only.
     query_offset: int | str = 0
     softcap: float = 0.0
     # dtype names of the optional arrays; None is absent.
@@ -64,20 +63,21 @@ class AttentionProblem:
     method: str = "auto"
     # Why TMA cannot read q, k and v; None if it can.
     no_tensor_map: str | None = None
-    # Whether a tensor map can have query heads of a group and queries as two axes.
+    # Whether a tensor map can treat the query heads of a group and the queries as two
+    # axes.
     heads_can_be_packed: bool = True
-    # How bias and mask lie in memory: "keys" where they are the same to all queries,
-    # "unit" where keys lie side by side, else "any". For gradients "tiles" where
-    # TMA can read them.
+    # Memory layout of bias and mask: "keys" if they are the same for all queries,
+    # "unit" if keys are contiguous, else "any". For gradients "tiles" if TMA can read
+    # them.
     terms: str = "any"
-    # Where the first axis of the batch is one of parts of the keys: keys of a part.
+    # With split keys, which form the first batch axis: keys per split.
     keys_of_part: int | None = None
     # Keys of the expressions of a score and a mask function.
     score: str | None = None
     mask_function: str | None = None
-    # Their CUDA, for arrays on a GPU.
+    # Their CUDA text, for arrays on a GPU.
     generated: str = field(default="", repr=False)
-    # Of b and h, those that the mask function depends on.
+    # Which of b and h the mask function depends on.
     mask_varies_by: str = ""
 
     @property
@@ -114,7 +114,7 @@ class AttentionProblem:
 
 
 class AttentionOperands(NamedTuple):
-    """Views without copies, whatever the layout of the call was.
+    """Views without copies, independent of the layout of the call.
 
     q, k, v, out : batch + (heads, seqlen, dim), heads-first
     bias, mask : batch + (num_heads, seqlen_q, seqlen_k)
@@ -123,6 +123,7 @@ class AttentionOperands(NamedTuple):
     query_offsets, query_lengths, key_lengths : batch
     given_out : `out` as the caller gave it, to be returned
     functions : score and mask function with their arrays
+
     """
 
     q: Any
@@ -148,7 +149,7 @@ def heads_first(x, layout):
 
 
 def _check_floats(xp, arrays):
-    """q, k and v of one floating dtype."""
+    """Check that q, k and v have one floating dtype."""
     names = {name: _arrays.dtype_name(arrays[name]) for name in ("q", "k", "v")}
     for name, dtype in names.items():
         if dtype not in _arrays.FLOATS:
@@ -163,7 +164,7 @@ def _check_floats(xp, arrays):
 
 
 def _check_shapes(q, k, v, layout):
-    """Shapes of q, k and v against each other; returns the broadcast batch."""
+    """Check the shapes of q, k and v against each other; return the broadcast batch."""
     shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
@@ -212,7 +213,7 @@ def _check_shapes(q, k, v, layout):
 
 
 def _refuse_axes(shapes, layout):
-    """q, k and v of other numbers of axes, whose heads do not go together."""
+    """Refuse q, k and v with different numbers of axes whose heads do not match."""
     meaning = "seqlen, dim: one head"
     described = (
         f"{name} has {len(shape)} axes {shape}"
@@ -241,13 +242,14 @@ def _bounds(causal, window):
     return left, right
 
 
-# How far from the keys a query may stand; kFar of cuda_src/attention/score/params.cuh.
-# Sums of such a number and of a bound of twice that stay within 64 bits.
+# Limit of the distance between a query and the keys; kFar of
+# cuda_src/attention/score/params.cuh. Sums of such a number and a bound of twice that
+# fit into 64 bits.
 FAR = 1 << 61
 
 
 def _within_reach(query_offset, left, right):
-    """(query_offset, left, right) up to FAR and twice that, with the same keys seen."""
+    """(query_offset, left, right) clamped to FAR and twice that."""
     if isinstance(query_offset, int):
         near = max(-FAR, min(query_offset, FAR))
         beyond = query_offset - near
@@ -261,10 +263,10 @@ def _within_reach(query_offset, left, right):
 
 
 def _bounds_that_hide(left, right, seqlen_q, seqlen_k):
-    """None for a bound that hides no key, if the last query stands at the last key.
+    """None for a bound that hides no key, if the last query is at the last key.
 
-    The first query stands seqlen_q - 1 before it, or less where lengths are shorter: a
-    causal mask hides nothing of one query, nor a window of keys that are fewer.
+    The first query is seqlen_q - 1 before it, or less with shorter lengths: a causal
+    mask hides nothing from a single query, nor does a window longer than the keys.
     """
     if left is not None and left >= seqlen_k - 1:
         left = None
@@ -289,7 +291,7 @@ def _check_softcap(softcap, dtype):
     softcap = _arrays.real_number("softcap", softcap)
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
-    # Scores of float16 and bfloat16 are float32, in which the cap must not become 0.
+    # float16 and bfloat16 have float32 scores, in which the cap must not become 0.
     least, most = _normal_numbers(dtype)
     if softcap and not least <= softcap <= most:
         raise ValueError(
@@ -304,7 +306,7 @@ def _normal_numbers(dtype):
 
 
 def _check_scale(scale, head_dim, dtype):
-    """The scale, or the nearest that the dtype of the scores has: 0 times it is 0."""
+    """The scale, or the nearest number in the dtype of the scores: 0 * it is 0."""
     if scale is None:
         return head_dim**-0.5
     _, most = _normal_numbers(dtype)
@@ -345,9 +347,9 @@ def _check_terms(a, given, scores, dtype):
 
 
 def _check_reach(name, given, x, dtype):
-    """Refuse float64 numbers that scores of float32 have not, where the host has them.
+    """Refuse float64 numbers that overflow in float32 scores, if they are on the host.
 
-    Those far below are -inf there: they hide, which is what they stand for.
+    Large negative ones become -inf, which hides keys, as they are meant to.
     """
     if _arrays.dtype_name(x) != "float64" or dtype == "float64":
         return
@@ -366,7 +368,7 @@ def _check_reach(name, given, x, dtype):
 
 
 def check_lengths(name, lengths, axis, size):
-    """Refuse lengths beyond an axis, where the host has them."""
+    """Refuse lengths beyond an axis, if they are on the host."""
     beyond = (lengths < 0) | (lengths > size)
     if beyond.any():
         index = tuple(int(i) for i in np.argwhere(beyond)[0])
@@ -400,7 +402,7 @@ def _check_integers(a, batch, seqlen_q, seqlen_k):
 
 
 def _host_integers(name, x):
-    """What a list of integers is meant as, that NumPy has made something else of."""
+    """The integers meant by a list that NumPy converts to another type."""
     if x.size == 0:
         return x.astype(np.int64)
     if x.dtype == object and all(isinstance(n, int) for n in x.flat):
@@ -512,7 +514,7 @@ def attention(
     )
     if problem.backend == "cupy":
         problem = with_cuda(problem, functions)
-    # NumPy's returns the very object, which may be of a subclass.
+    # NumPy functions return the very object, which may be of a subclass.
     given_out, out = out if isinstance(out, np.ndarray) else a["out"], a["out"]
     if out is not None:
         inputs = {name: x for name, x in a.items() if name != "out"}
@@ -542,7 +544,7 @@ def _name(x):
 
 
 def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
-    """Where the problem's query_offset comes from; see AttentionProblem."""
+    """What the problem's query_offset is derived from; see AttentionProblem."""
     if query_offset is None:
         known = integers["query_lengths"] is None and integers["key_lengths"] is None
         return seqlen_k - seqlen_q if known else "lengths"
@@ -552,7 +554,7 @@ def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
 def with_cuda(
     problem: AttentionProblem, functions: _functions.Functions | None
 ) -> AttentionProblem:
-    """The problem with the text of its functions for kernels."""
+    """The problem with the CUDA text of its functions."""
     if functions is None:
         return problem
     num_queries, num_keys = problem.seqlen_q, problem.seqlen_k
@@ -587,7 +589,7 @@ class MergeProblem:
     head_dim_v: int
     dtype: str
     lse_dtype: str
-    in_sums: bool = False  # of parts, m and l of lse = m + log l are told, in float64
+    in_sums: bool = False  # parts give m and l of lse = m + log l, in float64
 
 
 class MergeOperands(NamedTuple):
@@ -602,7 +604,7 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
     """Check a call of merge_attention_states."""
     axis = _arrays.index("axis", axis, "an int")
     _arrays.check_out_is_array(out)
-    # In a list of parts the first axis is theirs, whatever `axis` says of arrays.
+    # For lists the first axis is that of the parts; `axis` applies to arrays.
     listed = [isinstance(x, (list, tuple)) for x in (outs, lses)]
     outs, lses = _stack("outs", outs), _stack("lses", lses)
     xp, a = _arrays.adopt_all(2, outs=outs, lses=lses, out=out)
@@ -644,7 +646,7 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
 
 
 def _stack(name, parts):
-    """A list of arrays as one array; anything else as it is."""
+    """A list of arrays as one array; anything else unchanged."""
     if not isinstance(parts, (list, tuple)):
         return parts
     if not parts:

@@ -44,7 +44,7 @@ class AttentionGrads(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionVjpProblem:
-    """What is asked, without the arrays: the forward problem and what to return.
+    """A call of attention_vjp, without the arrays: the forward problem and the results.
 
     Shapes are those of the call, before batch axes were broadcast.
     """
@@ -60,8 +60,8 @@ class AttentionVjpProblem:
     need_dsinks: bool = False
     deterministic: bool = False
     need_dscore: tuple[str, ...] = ()
-    # Kernels write dq, dk and dv into rows of whole vectors of 16 bytes, from which
-    # another one takes them.
+    # Kernels write dq, dk and dv with rows padded to whole 16-byte vectors, which
+    # another kernel trims.
     whole_vectors: bool = False
 
     @property
@@ -76,7 +76,7 @@ class AttentionVjpProblem:
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
-        """Batch axes, heads and queries: one number a row of scores."""
+        """Batch axes, heads and queries: one number per row of scores."""
         return (*self.forward.batch, self.forward.num_heads, self.forward.seqlen_q)
 
     def written_shape(self, name: str) -> tuple[int, ...]:
@@ -88,11 +88,12 @@ class AttentionVjpProblem:
 
 
 class AttentionVjpOperands(NamedTuple):
-    """Views without copies, whatever the layout of the call was.
+    """Views without copies, independent of the layout of the call.
 
-    forward : q, k, v, the options, and out, as AttentionOperands has them
+    forward : q, k, v, the options, and out, as in AttentionOperands
     dout : batch + (num_heads, seqlen_q, head_dim_v)
     lse, dlse : batch + (num_heads, seqlen_q)
+
     """
 
     forward: AttentionOperands
@@ -102,16 +103,16 @@ class AttentionVjpOperands(NamedTuple):
 
 
 def aligned(x, problem: AttentionProblem):
-    """A view of an array shaped as q, k or v: batch + (heads, seqlen, dim).
+    """A view of an array shaped like q, k or v: batch + (heads, seqlen, dim).
 
-    Batch axes that the array goes without, or has once, have length one.
+    Batch axes that the array lacks, or has once, have length one.
     """
     x = heads_first(x, problem.layout)
     return x[(None,) * (len(problem.batch) + 3 - x.ndim)]
 
 
 def aligned_bias(dbias, problem: AttentionProblem):
-    """A view of an array shaped as the bias, with all axes of the scores."""
+    """A view of an array shaped like the bias, with all axes of the scores."""
     return dbias[(None,) * (len(problem.batch) + 3 - dbias.ndim)]
 
 

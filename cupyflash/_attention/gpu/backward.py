@@ -1,4 +1,4 @@
-"""The CuPy back end of attention_vjp: plans of kernels, launched one after another."""
+"""The CuPy back end of attention_vjp: plans of kernels and their launches."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ from cupyflash._cuda.launch_sequence import Steps
 
 _plans = plan_cache.PlanCache()
 
-# Kinds of kernels, and what they launch.
+# Kinds of kernel specs, and their launches.
 _STEPS = {
     HopperVjpKernel: hopper_vjp_steps,
     HopperWideVjpKernel: hopper_wide_vjp_steps,
@@ -47,7 +47,7 @@ _STEPS = {
     TensorFloat64VjpKernel: tensor_float64_steps,
     VjpKernel: portable_steps,
 }
-# Those that read by TMA, and write whole vectors.
+# Those that load by TMA and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 
 
@@ -55,14 +55,14 @@ _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 
 
 def attention_vjp(*arguments) -> AttentionGrads:
-    """attention_vjp() of CuPy arrays; a call seen before goes to its launches."""
+    """attention_vjp() of CuPy arrays; a repeated call goes directly to its launches."""
     (
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
         method, dlse, need_dbias, need_dsinks, deterministic, *score_and_arrays,
     ) = arguments  # fmt: skip
     far = attention_params.FAR
-    # One beyond that changes the window, too: that is for the checks.
+    # Larger offsets change the window, too: leave them to the checks.
     is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if is_int else query_offset
     functions, told, need_dscore = None, b"", ()
@@ -74,7 +74,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
                 q, score, score_arrays, of_mask, mask_arrays, softcap
             )
         except (AttributeError, TypeError, ValueError):
-            return _planned(None, *arguments)  # the checks will say why
+            return _planned(None, *arguments)  # the checks raise the error
     arrays = (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
               key_lengths, None, None, dout, out, lse, dlse)  # fmt: skip
     key = _key(arrays, (
@@ -95,14 +95,14 @@ _FUNCTIONS = AttentionCall._fields.index(FUNCTIONS)
 
 
 def _key(arrays, options):
-    """What a plan depends on; None if that is for the checks to say."""
+    """The key of a plan; None if the arguments need the checks first."""
     parts: list[Any] = []
     for x in arrays:
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
             data = x.data
-            # Whether TMA can read it, or nobody can.
+            # The alignment decides whether TMA can read it.
             parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
         else:
             return None
@@ -117,7 +117,7 @@ def _planned(key, *arguments) -> AttentionGrads:
     with cupy.cuda.Device(operands.forward.q.data.device_id):
         plan = make_plan(problem, operands)
         # Views of the same memory have the same pointer: the arrays of a call can be
-        # launched as they come.
+        # passed to the launches unchanged.
         if key is not None:
             _plans.put(key, plan)
         return run(plan, problem, operands)
@@ -165,7 +165,7 @@ def make_plan(problem, operands) -> AttentionPlan:
 
 
 def _select(problem, operands, device):
-    """(row, what was refused, problem and operands for it, what has to be copied)."""
+    """(row, what was refused, problem and operands for it, what must be copied)."""
     forward = operands.forward
     arrays = {name: getattr(forward, name) for name in ("q", "k", "v", "out")}
     arrays["dout"] = operands.dout
@@ -173,7 +173,7 @@ def _select(problem, operands, device):
     most = _copies.most_copied(problem.forward)
     terms = {name: getattr(forward, name) for name in ("bias", "mask")}
     terms = {name: x for name, x in terms.items() if x is not None}
-    # One number a query would become one a score.
+    # One number per query would become one per score.
     is_large = any(x.shape[-1] > 1 and x.strides[-1] == 0 for x in terms.values())
     can_copy = not problem.need_dbias and not is_large
     if can_copy and _terms(problem.forward, forward) == "any":
@@ -195,7 +195,7 @@ def _select(problem, operands, device):
 
 
 def _known(problem, operands):
-    """The problem, with what the rows of sm_90a must know of the arrays."""
+    """The problem, with what rows of sm_90a must know about the arrays."""
     forward = replace(
         problem.forward,
         no_tensor_map=_no_tensor_map(problem, operands),
@@ -205,7 +205,7 @@ def _known(problem, operands):
 
 
 def _terms(forward, operands):
-    """How bias and mask lie in memory, in the words of AttentionProblem."""
+    """The memory layout of bias and mask; see AttentionProblem."""
     arrays = [x for x in (operands.bias, operands.mask) if x is not None]
     of_keys = [forward.seqlen_q == 1 or x.strides[-2] == 0 for x in arrays]
     if all(of_keys):
@@ -222,7 +222,7 @@ def _no_tensor_map(problem, operands):
     """Why q, k, v and dout cannot be read through tensor maps, or None."""
     forward = operands.forward
     if forward.q.itemsize != tensor_map.ITEMSIZE or problem.forward.seqlen_k == 0:
-        return None  # refused for that already
+        return None  # the problem is refused for that already
     return unmapped(
         lambda: gradient_layout.layout(problem, operands).batch_dims,
         q=forward.q, k=forward.k, v=forward.v, dout=operands.dout,

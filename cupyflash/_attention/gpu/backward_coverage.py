@@ -1,4 +1,4 @@
-"""What there is to compile for the gradients of attention."""
+"""What can be compiled for the gradients of attention."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
-    """(row, variant) of what `device` would compile: a selection, or all there is."""
+    """(row, variant) pairs that `device` may compile: a selection, or all of them."""
     found: dict[tuple[str, Variant], None] = {}
     problems = samples.everything() if everything else samples.representative()
     for forward, batch_dims in problems:
@@ -46,7 +46,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
 
 
 def _as_tiles(forward):
-    """A problem whose arrays TMA can read, if keys lie side by side."""
+    """A problem whose arrays TMA can read, if keys are contiguous."""
     return replace(forward, terms="tiles") if forward.terms == "unit" else forward
 
 
@@ -77,7 +77,7 @@ def _split_configs(row, forward, batch_dims, device, everything):
 
 
 def _fallbacks(forward, batch_dims, device, **of_queries):
-    """The kernels that make gradients again where they are not finite."""
+    """The kernels that compute gradients again if they are not finite."""
     tile = FALLBACK.tile(forward, device, 1000, 1000)
     for part in ("queries", "keys"):
         grad, more = forward.dtype, of_queries if part == "queries" else {}
@@ -87,7 +87,7 @@ def _fallbacks(forward, batch_dims, device, **of_queries):
 
 
 def _f64_configs(row, forward, batch_dims, device, everything):
-    """The launches of a problem of float64; dbias is the portable row's."""
+    """The launches of a float64 problem; dbias belongs to the portable row."""
     for tile in _some(row.fitting(forward, device), everything):
         yield rows_config(forward, batch_dims)
         for part in ("queries", "keys"):
@@ -112,7 +112,7 @@ def _portable_configs(row, forward, batch_dims, device, everything):
 
 
 def _some(tiles, everything):
-    """All tiles, or the first."""
+    """All tiles, or only the first."""
     return tiles if everything else tiles[:1]
 
 

@@ -20,7 +20,7 @@ _plans = plan_cache.PlanCache()
 def combine_launch(
     problem, outs, lses, out, out_dtype=None
 ) -> tuple[LaunchConfig, bytes]:
-    """The kernel that combines states of given strides in elements, and its params."""
+    """The kernel that combines states with strides in elements, and its parameters."""
     outs_split, *outs_rows, outs_col = outs
     lses_split, *lses_rows = lses
     *out_rows, out_col = out
@@ -45,7 +45,7 @@ def _plan_of(problem, operands):
     """The plan of a call of merge_attention_states."""
     outs, lses, out = operands
     device_id = outs.data.device_id
-    runtime.device(device_id)  # refuses cards that are too old
+    runtime.device(device_id)  # refuses devices that are too old
     steps = (
         attention_params.contiguous_strides(outs.shape[1:])
         if out is None

@@ -24,7 +24,7 @@ MERGE_PARAMS = Struct(
 def merge_config(
     problem: MergeProblem, row_dims: int, out_dtype: str | None = None
 ) -> LaunchConfig:
-    """The launch of the merge kernel; `out_dtype` where that of the splits is wider."""
+    """The launch of the merge kernel; `out_dtype` if the splits have a wider one."""
     wide = problem.in_sums or "float64" in (problem.dtype, problem.lse_dtype)
     defines = {
         "ELEM_T": CUDA_TYPES[problem.dtype],

@@ -1,4 +1,4 @@
-"""What the kernel specs of attention share: configurations, switches, counts."""
+"""Shared by the kernel specs of attention: configurations, defines, counts."""
 
 import math
 from dataclasses import replace
@@ -8,15 +8,15 @@ from cupyflash._core.dtypes import CUDA_TYPES
 
 
 class AttentionCall(NamedTuple):
-    """Pointers of a call's arrays, 0 where there is none: what launches are told.
+    """Pointers of the arrays of a call, 0 for absent ones, as launches take them.
 
-    Launches name them so. attention() has those before `dout`.
+    Launches refer to them by these names. attention() has those before `dout`.
     """
 
     q: int
     k: int
     v: int
-    # The arrays that a call may go without, in the order of the kernels' parameters.
+    # The optional arrays, in the order of the kernels' parameters.
     bias: int = 0
     mask: int = 0
     sinks: int = 0
@@ -24,7 +24,7 @@ class AttentionCall(NamedTuple):
     query_offsets: int = 0
     query_lengths: int = 0
     key_lengths: int = 0
-    offset: int = 0  # of queries, where the host knows it
+    offset: int = 0  # the query offset, if it is an int
     functions: bytes = b""  # functions_t: what score and mask function are told
     dout: int = 0
     out: int = 0
@@ -35,9 +35,9 @@ class AttentionCall(NamedTuple):
 _FIELDS = AttentionCall._fields
 OPTIONS = _FIELDS[_FIELDS.index("bias") : _FIELDS.index("offset")]
 FUNCTIONS = "functions"
-# What kernels end with, before params_t.
+# The last parameters of kernels before params_t.
 OPTIONS_AND_OFFSET = (*OPTIONS, "offset")
-# What launches of attention() are told.
+# The arguments of launches of attention().
 FORWARD_CALL = _FIELDS[: _FIELDS.index("dout")]
 
 
@@ -46,29 +46,29 @@ class SplitKV(NamedTuple):
 
     num_splits: int
     keys_per_split: int
-    in_kernel: bool = False  # by the kernel itself, not as a new axis of the batch
+    in_kernel: bool = False  # by the kernel itself, not as a new batch axis
 
 
-# Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
-# keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
-# half of what is promised for a dtype at this length, if all values are alike.
+# The most keys that a query may see. Tensor cores truncate the low bits of a sum every
+# 16 keys, so the relative error of out grows by 2^-25 with each step: to half of the
+# guaranteed error of a dtype at this length, if all values are alike.
 MOST_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
 
 
-# Terms above which kernels make a sum in runs of so many tiles
-# (attention/simt/long_sums.cuh), in types that promise more than such a sum would lose.
+# With more terms, kernels use two-level sums (attention/simt/long_sums.cuh), for types
+# whose guarantee a plain sum would break.
 LONG_SUM = 1 << 15
 RUN_TILES = 64
 
 
-# Columns above which a score is no longer one sum, whose roundings grow with the root
-# of their number: it is made of sums of so many columns.
+# With more columns, a score is the sum of several sums, because rounding errors of one
+# sum grow like the root of its length.
 MAX_ONE_SUM = 256
 COLUMNS_APART = 64
 
 
 def columns_apart(head_dim: int) -> list[slice]:
-    """The columns of a head in parts whose products are summed one by one."""
+    """Slices of the columns of a head whose products are summed separately."""
     if head_dim <= MAX_ONE_SUM:
         return [slice(0, head_dim)]
     return [
@@ -77,18 +77,18 @@ def columns_apart(head_dim: int) -> list[slice]:
     ]
 
 
-# Kernels count in 32 bits up to here: to such a number they add tiles, blocks and the
-# like, and the sum is still an `int`.
+# Kernels that count in 32 bits support numbers up to this: they add tiles, blocks and
+# the like to it, and the sum still fits into an `int`.
 MOST_COUNTED = (1 << 30) - (1 << 16)
-# Elements of an axis above which kernels without such a limit take 64 bits for places
-# that else have 32: LONG_AXES of attention/score/score.cuh and attention/simt/tile.cuh.
+# For longer axes, kernels without such a limit use 64-bit indices: LONG_AXES of
+# attention/score/score.cuh and attention/simt/tile.cuh.
 LONG_AXIS = 1 << 30
 
 
 def too_many(counts: dict[str, tuple[int, int]]) -> str | None:
-    """Why a kernel that counts these in 32 bits cannot take a problem, or None.
+    """Why a kernel that counts these in 32 bits does not support a problem, or None.
 
-    `counts` holds by name how many there are, and how many it can count.
+    `counts` maps names to how many there are and how many the kernel can count.
     """
     for name, (number, most) in counts.items():
         if number > most:
@@ -97,7 +97,7 @@ def too_many(counts: dict[str, tuple[int, int]]) -> str | None:
 
 
 def defines(problem, batch_dims, num_threads, elem=None, **more):
-    """The switches of the folder score/ for a problem."""
+    """The defines of the folder score/ for a problem."""
     switches = {
         "ELEM_T": CUDA_TYPES[elem or problem.dtype],
         "ACCUM_T": CUDA_TYPES[problem.compute_dtype],
@@ -126,14 +126,14 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
 
 
 def is_plain(problem):
-    """Whether scores are q.k and a scale, with no option that takes registers."""
+    """Whether scores are q.k times a scale, without options that take registers."""
     if problem.softcap or problem.has_functions:
         return False
     return all(getattr(problem, n) is None for n in OPTIONS)
 
 
 def without_options(problem, *kept):
-    """The problem as a kernel beside the scores sees it: no option but those named."""
+    """The problem with only these options, for kernels other than the main one."""
     absent = {name: None for name in OPTIONS if name not in kept}
     absent |= {
         "score": None,
@@ -145,10 +145,10 @@ def without_options(problem, *kept):
 
 
 def largest_tile(tiles, num_heads, seqlen, fewest):
-    """The largest tile that leaves `fewest` blocks or more, and is not half empty.
+    """The largest tile that gives at least `fewest` blocks and is not half empty.
 
-    Blocks own tiles of `seqlen` rows of each head; `tiles` go from large to small, and
-    the last serves where none is fit.
+    Blocks own tiles of `seqlen` rows of each head. `tiles` are sorted from large to
+    small; if none qualifies, the last one is used.
     """
     return next(
         (
@@ -162,7 +162,7 @@ def largest_tile(tiles, num_heads, seqlen, fewest):
 
 
 def largest_full(tiles, seqlen):
-    """The largest tile that is not half empty, however many blocks that gives."""
+    """The largest tile that is not half empty, whatever the number of blocks."""
     return largest_tile(tiles, 1, seqlen, lambda tile: 0)
 
 
@@ -180,29 +180,29 @@ def num_tiles(problem, block_m):
 
 
 def most_seen(problem):
-    """Keys that one query may see at most, of the part that a block has."""
+    """The most keys that one query may see, within a split."""
     keys = problem.keys_of_part or problem.seqlen_k
     if problem.left is not None and problem.right is not None:
         keys = min(keys, problem.left + problem.right + 1)
     return min(keys, problem.seqlen_k)
 
 
-# A split has so many keys at least, and a multiple of what all tiles of keys divide.
+# A split has at least this many keys, and a multiple of what all key tiles divide.
 _LEAST_KEYS = 256
 _STEP_OF_KEYS = 64
 _LEAST_TILE = 32  # of keys, up to 128 columns
 
 
 def split_to_fill(problem, device, block_m, blocks_per_sm=4):
-    """The split of the keys where tiles of `block_m` queries leave the device idle.
+    """Split the keys if tiles of `block_m` queries do not fill the device.
 
-    With that, a multiprocessor has `blocks_per_sm` blocks.
+    With the split, each multiprocessor has `blocks_per_sm` blocks.
     """
     wanted = device.num_sms * blocks_per_sm // max(1, num_tiles(problem, block_m))
     if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
         return SplitKV(1, problem.seqlen_k)
     keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
-    # Splits of long sums are those of their first level, combined without loss.
+    # Splits of long sums are their first-level sums, combined without loss.
     if problem.seqlen_k > LONG_SUM and _is_exact(problem):
         keys = min(keys, RUN_TILES * _LEAST_TILE)
     keys = -(-keys // _STEP_OF_KEYS) * _STEP_OF_KEYS
@@ -210,12 +210,12 @@ def split_to_fill(problem, device, block_m, blocks_per_sm=4):
 
 
 def num_splits(problem):
-    """Splits of the keys that are the first axis of the batch."""
+    """The number of splits of the keys, which are the first batch axis."""
     return 1 if problem.keys_of_part is None else problem.batch[0]
 
 
 def scale_is_plain(scale):
-    """Whether softmax can work on products that have not been scaled."""
+    """Whether the softmax can work on unscaled products."""
     return 1e-20 <= scale <= 1e20
 
 
@@ -229,10 +229,10 @@ def has_terms(problem):
 
 
 def two_level_sum(problem, part="queries"):
-    """The switch of a kernel whose sums are long.
+    """The define of a kernel with long sums.
 
     Sums over keys belong to "queries" (out, dq), those over queries to "keys" (dk and
-    dv); of "bias" it may be either.
+    dv); for "bias" it may be either.
     """
     over_queries = problem.seqlen_q * problem.group_size
     terms = {
@@ -245,5 +245,5 @@ def two_level_sum(problem, part="queries"):
 
 
 def _is_exact(problem):
-    """Whether more is promised than a long sum in one level would keep."""
+    """Whether the guarantee is stricter than the error of a long one-level sum."""
     return problem.dtype in ("float32", "float64") and problem.precision != "tf32"

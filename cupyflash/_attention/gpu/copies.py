@@ -1,4 +1,4 @@
-"""Copies of arrays before the launches of a call, where kernels need them."""
+"""Copies of arrays before the launches of a call, for kernels that need them."""
 
 import math
 from collections.abc import Sequence
@@ -13,17 +13,16 @@ from cupyflash._core import strides as _strides
 from cupyflash._cuda import launch, tensor_map
 from cupyflash._cuda.launch_sequence import Result, Steps
 
-# Queries from which a copy for TMA takes less time than it saves, and bytes
-# of each such copy that are allowed a byte of out.
+# From this many queries on, a copy for TMA takes less time than it saves; and how many
+# bytes such copies may have per byte of out.
 _COPIES_FROM = 256
 _MOST_COPIED = 4
 
 
 class Copy:
-    """A copy of an array that has this shape and these strides, in elements.
+    """A copy of an array with this shape and these strides, in elements.
 
-    The shape is that without axes that are broadcast; rows of the copy are whole
-    vectors of 16 bytes.
+    The shape leaves out broadcast axes; rows of the copy are whole 16-byte vectors.
     """
 
     def __init__(self, x, shape: tuple[int, ...], strides: tuple[int, ...]):
@@ -47,12 +46,12 @@ class Copy:
 
 
 def names_before(names: Sequence[str], copies: dict[str, Copy]) -> tuple[str, ...]:
-    """Names of a call's arrays, where the copies have those of what they replace."""
+    """Names of a call's arrays, with those that are copied replaced by their copies."""
     return tuple(f"given_{name}" if name in copies else name for name in names)
 
 
 def with_copies(steps: Steps, copies: dict[str, Copy]) -> Steps:
-    """Launches, before them the copies that they read."""
+    """The launches, preceded by the copies that they read."""
     first = [
         (copy.config, (f"given_{name}", name, copy.params))
         for name, copy in copies.items()
@@ -74,7 +73,7 @@ def copies_alone(copies: dict[str, Copy]) -> tuple[dict[str, Result | None], Ste
 
 
 def may_copy(problem: AttentionProblem) -> bool:
-    """Whether copies for TMA may pay."""
+    """Whether copies for TMA may pay off."""
     in_16_bits = problem.dtype in ("float16", "bfloat16")
     by_method = problem.method in ("auto", "tiled")
     return in_16_bits and by_method and problem.seqlen_q >= _COPIES_FROM
@@ -83,10 +82,10 @@ def may_copy(problem: AttentionProblem) -> bool:
 def made_to_fit(
     arrays: dict[str, Any], for_tma: tuple[str, ...], most_bytes: float
 ) -> tuple[dict[str, Any], dict[str, Copy]]:
-    """Arrays with a contiguous last axis, as if copied where they must be; the copies.
+    """Arrays with a contiguous last axis, as if copied where necessary; and the copies.
 
-    Those named in `for_tma` become readable to it, as far as that takes copies
-    of at most so many bytes each. No place in memory is known yet: pointers are 0.
+    Those named in `for_tma` become readable by TMA, if copies of at most this many
+    bytes each suffice. No address is known yet: pointers are 0.
     """
     copies, views = {}, {}
     for name, x in arrays.items():
@@ -119,6 +118,6 @@ def made_to_fit(
 
 
 def most_copied(problem: AttentionProblem) -> int:
-    """Bytes that a copy for TMA may have."""
+    """The most bytes that a copy for TMA may have."""
     rows = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
     return _MOST_COPIED * rows * problem.head_dim_v * 2

@@ -1,4 +1,4 @@
-"""Launches that copy: into rows of whole vectors, and out of them."""
+"""Launches that copy to rows padded to whole vectors, and back."""
 
 from cupyflash._attention.gpu.config import LONG_AXIS
 from cupyflash._core.dtypes import CUDA_TYPES, WORDS
@@ -21,7 +21,7 @@ COPY_PARAMS = Struct(
 def copy_config(
     dtype: str, row_dims: int, num_columns: int, num_vectors: int
 ) -> LaunchConfig:
-    """The launch that copies a matrix into rows of whole vectors."""
+    """The launch that copies a matrix to rows of whole vectors."""
     defines = {
         "ELEM_T": CUDA_TYPES[dtype],
         "ROW_DIMS": str(row_dims),
@@ -33,7 +33,7 @@ def copy_config(
     return LaunchConfig.over(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
 
 
-MATRICES = 3  # that one launch trims
+MATRICES = 3  # per launch
 TRIM_PARAMS = Struct(
     "narrow_params_t",
     "copy/trim_rows.cu",
@@ -48,12 +48,12 @@ _NARROW_THREADS = 256
 
 
 def blocks_of_narrow(num_bytes: int) -> int:
-    """Blocks that take one result from rows of whole vectors."""
+    """Blocks that copy one result out of padded rows."""
     return -(-num_bytes // (16 * _NARROW_THREADS))
 
 
 def narrow_config(word: int, num_blocks: int) -> LaunchConfig:
-    """The launch that takes results from such rows, by words of so many bytes."""
+    """The launch that copies results out of padded rows, in words of `word` bytes."""
     defines = {"WORD_T": WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
     variant = Variant("copy/trim_rows.cu", "attention_narrow", tuple(defines.items()))
     return LaunchConfig.over(variant, num_blocks, _NARROW_THREADS)

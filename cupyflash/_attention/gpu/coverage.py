@@ -1,4 +1,4 @@
-"""What there is to compile for attention."""
+"""What can be compiled for attention."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from cupyflash._cuda.kernel import Variant
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
-    """(row, variant) of what `device` would compile: a selection, or all there is."""
+    """(row, variant) pairs that `device` may compile: a selection, or all of them."""
     found: dict[tuple[str, Variant], None] = {}
     for problem, batch_dims in (
         samples.everything() if everything else samples.representative()

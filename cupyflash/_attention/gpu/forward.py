@@ -1,4 +1,4 @@
-"""The CuPy back end of attention: plans of kernels and matmuls, launched."""
+"""The CuPy back end of attention: plans of kernels and matmuls, and their launches."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ from cupyflash._cuda import launch as _launch
 from cupyflash._cuda.launch_sequence import Steps
 
 _plans = plan_cache.PlanCache()
-# Kinds of kernels, and what they launch.
+# Kinds of kernel specs, and their launches.
 _STEPS = {
     HopperKernel: hopper_steps,
     FusedKernel: fused_steps,
@@ -48,22 +48,22 @@ _STEPS = {
     TensorFloat64Kernel: fused_steps,
 }
 _NO_OPTIONS = (0,) * len(OPTIONS)
-# What explain() counts of a mask: queries and keys of a tile at least, and tiles of a
-# side at most.
+# For counts of a mask in explain(): the least size of a tile, and the most tiles of a
+# side.
 _TILE, _MOST_TILES = 128, 64
 
 merge = combine.merge
 
 
 def attention(*arguments) -> tuple[Any, Any]:
-    """attention() of CuPy arrays; a call seen before goes straight to its launch."""
+    """attention() of CuPy arrays; a repeated call goes directly to its launch."""
     (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method, *score_and_arrays,
     ) = arguments  # fmt: skip
     far = attention_params.FAR
-    # One beyond that changes the window, too: that is for the checks.
+    # Larger offsets change the window, too: leave them to the checks.
     offset_is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if offset_is_int else query_offset
     try:
@@ -73,7 +73,7 @@ def attention(*arguments) -> tuple[Any, Any]:
             q.shape, q._c_contiguous or q.strides, q.dtype, of_q.device_id,
             k.shape, k._c_contiguous or k.strides, k.dtype, of_k.device_id,
             v.shape, v._c_contiguous or v.strides, v.dtype, of_v.device_id,
-            # Whether TMA can read them, or nobody can.
+            # The alignment decides whether TMA can read them.
             (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
@@ -101,7 +101,8 @@ def attention(*arguments) -> tuple[Any, Any]:
             )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
-        # Not all CuPy arrays, or an option of a wrong type: the checks will say.
+        # Not all are CuPy arrays, or an option has a wrong type: the checks raise the
+        # error.
         key = plan = None
     if plan is not None:
         offset = query_offset if offset_is_int else plan.offset
@@ -116,7 +117,7 @@ def attention(*arguments) -> tuple[Any, Any]:
 
 
 def _with_options(key, *given):
-    """What a plan depends on with these arrays, and their pointers."""
+    """The key of a plan with these arrays, and their pointers."""
     facts, pointers = [key], []
     for x in given:
         if x is None:
@@ -136,7 +137,7 @@ def _planned(key, plan, *arguments):
         if plan is None:
             plan = make_plan(problem, operands)
             # Views of the same memory have the same pointer: the arrays of a call can
-            # be launched as they come.
+            # be passed to the launches unchanged.
             if key is not None and isinstance(plan, AttentionPlan):
                 _plans.put(key, plan)
         return run(plan, problem, operands)
@@ -197,7 +198,7 @@ def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
 
 
 def _select(problem, operands, device):
-    """(row, what was refused, problem and operands for it, what has to be copied)."""
+    """(row, what was refused, problem and operands for it, what must be copied)."""
     arrays = {name: getattr(operands, name) for name in "qkv"}
     most = _copies.most_copied(problem)
     for for_tma in (tuple(arrays), ()):
@@ -212,7 +213,7 @@ def _select(problem, operands, device):
 
 
 def _known(problem, operands):
-    """What kernels are details, with what the Hopper kernel must know of the arrays."""
+    """The problem, with what the Hopper kernel must know about the arrays."""
     problem, operands = _views.pack_gqa(problem, operands)
     known = replace(
         problem,
@@ -224,7 +225,7 @@ def _known(problem, operands):
 
 
 def _terms(problem, operands):
-    """How bias and mask lie in memory, in the words of AttentionProblem."""
+    """The memory layout of bias and mask; see AttentionProblem."""
     arrays = [x for x in (operands.bias, operands.mask) if x is not None]
     if problem.seqlen_q == 1 or all(x.strides[-2] == 0 for x in arrays):
         return "keys"
@@ -243,13 +244,13 @@ def _heads_can_be_packed(problem, operands):
 def _no_tensor_map(problem, operands):
     """Why q, k and v cannot be read through tensor maps, or None."""
     if operands.q.itemsize != tensor_map.ITEMSIZE or problem.seqlen_k == 0:
-        return None  # refused for that already
+        return None  # the problem is refused for that already
     q, k, v = operands.q, operands.k, operands.v
     return unmapped(lambda: _num_batch_axes(problem, operands), q=q, k=k, v=v)
 
 
 def _num_batch_axes(problem, operands):
-    """Axes of the batch that are left when those that can be are merged."""
+    """The number of batch axes that remain after merging."""
     return len(attention_params.params_fields(problem, operands)["batch_shape"])
 
 

@@ -1,4 +1,4 @@
-"""Score and mask functions of a call on a GPU: what a plan and a launch are told."""
+"""Score and mask functions of a call on a GPU: their part of plans and launches."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from cupyflash._core import strides
 
 
 class WithFunctions(NamedTuple):
-    """params_t of a call with functions, whose arguments stand at its end."""
+    """params_t of a call with functions, whose arguments are at its end."""
 
     params: bytes
 
@@ -24,7 +24,7 @@ def with_functions(params: bytes, problem) -> Any:
 
 
 def without_functions(params: Any) -> bytes:
-    """params_t for a kernel beside the scores, of a call with functions or without."""
+    """params_t for kernels other than the main one, with functions or without."""
     return params.params if isinstance(params, WithFunctions) else params
 
 
@@ -40,9 +40,10 @@ def packed(problem, functions) -> bytes:
 
 
 def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, bytes]:
-    """(what a plan depends on, functions_t) of a call whose functions are known.
+    """(key of a plan, functions_t) of a call whose functions are known.
 
-    TypeError, ValueError or AttributeError for what is for the checks to say.
+    Raises TypeError, ValueError or AttributeError if the arguments need the checks
+    first.
     """
     key: tuple[Any, ...] = ()
     parts = []
@@ -65,7 +66,7 @@ def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, by
         packer = expression.packer
         if arrays:
             for array in arrays.values():
-                # CuPy's, of q's device, in the byte order of kernels
+                # A CuPy array on q's device, in native byte order
                 if (
                     array.data.device_id != q.data.device_id
                     or array.dtype.byteorder not in "=|"
@@ -78,7 +79,7 @@ def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, by
 
 
 def overlap(out, *named) -> bool:
-    """Whether the memory of `out` meets that of an array of a function."""
+    """Whether the memory of `out` overlaps that of an array of a function."""
     first, end = (out.data.ptr + x for x in strides.address_range(out))
     for arrays in named:
         for array in (arrays or {}).values():

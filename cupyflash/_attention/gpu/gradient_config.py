@@ -1,4 +1,4 @@
-"""Launches that all gradients share: delta, and sums of terms."""
+"""Launches common to all gradients: delta, and sums of terms."""
 
 import math
 
@@ -12,8 +12,8 @@ _SUM_THREADS = 256
 
 
 def rows_config(forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
-    """The launch that makes delta, a warp a row."""
-    # Of the options, only these two matter to it.
+    """The launch that computes delta, one warp per row."""
+    # Only these two options matter to it.
     few = attention_config.without_options(forward, "sinks", "query_lengths")
     defines = attention_config.defines(
         few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
@@ -29,7 +29,8 @@ def sum_config(
     accum: str, grad: str, num_axes: int, num_sums: int, num_terms: int
 ) -> LaunchConfig:
     """The launch that adds up terms."""
-    # A block a sum pays where sums are few; else neighbours share cache lines.
+    # One block per sum pays off if sums are few; otherwise neighbours share cache
+    # lines.
     lanes = _SUM_THREADS if num_terms > num_sums else 1
     defines = {
         "ACCUM_T": CUDA_TYPES[accum],

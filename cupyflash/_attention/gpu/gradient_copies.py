@@ -1,7 +1,6 @@
-"""Gradients without the columns that fill the last vector of a row.
+"""Gradients without the padding columns that fill the last vector of a row.
 
-The kernels of sm_90a write rows of whole vectors of 16 bytes. What belongs to the
-gradients is taken out of them.
+The kernels of sm_90a write rows of whole 16-byte vectors; another launch trims them.
 """
 
 import math
@@ -19,7 +18,7 @@ TRIM = copy_config.TRIM_PARAMS.dtype(kMatrices=copy_config.MATRICES)
 def trimmed(
     steps: Steps, problem, results: dict[str, Any]
 ) -> tuple[Steps, dict[str, Result | None]]:
-    """The same launches and results, what was written too wide in memory between."""
+    """The same launches and results, with padded results moved to memory in between."""
     dtype = problem.forward.dtype
     # (name, shape, shape as written)
     written = [
@@ -50,7 +49,7 @@ def _trim(written, itemsize):
     word = math.gcd(16, *(shape[-1] * itemsize for _, shape, _ in written))
     per_word = word // itemsize
     fields = np.zeros((), TRIM)
-    fields["first_block"] = 1 << 62  # of a matrix that there is not
+    fields["first_block"] = 1 << 62  # for a matrix that does not exist
     num_blocks = 0
     for n, (_, shape, wide) in enumerate(written):
         num_words = math.prod(shape) // per_word

@@ -1,4 +1,4 @@
-"""Where the numbers of a gradient go: strides, and sums over what is shared."""
+"""Where the numbers of a gradient go: strides, and sums over shared entries."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem, aligned, align
 from cupyflash._core import strides as _strides
 from cupyflash._cuda.structs import AXES, Struct
 
-# Tiles that a block may walk over before it pays to share them between blocks.
+# Tiles that a block may loop over before it pays to divide them between blocks.
 _SHORT_WALK = 16
 
 
@@ -43,7 +43,7 @@ SUM = Struct(
 
 
 def grads_dtype(batch_dims: int) -> np.dtype:
-    """grads_t of arrays with so many batch axes."""
+    """grads_t for arrays with this many batch axes."""
     return GRADS.dtype(kBatchDims=batch_dims, kEntryAxes=batch_dims + 2)
 
 
@@ -51,7 +51,7 @@ def grads_dtype(batch_dims: int) -> np.dtype:
 class Target:
     """Strides of a gradient; 0 along axes of entries that share it.
 
-    The axes of entries are those of the batch, heads of k, and heads of a group.
+    The axes of entries are the batch axes, heads of k, and heads of a group.
     """
 
     entries: tuple[int, ...]
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of a call: batch axes merged, and strides of every array along them."""
+    """A call in numbers: batch axes merged, and strides of every array along them."""
 
     params: dict[str, Any]  # params_t
     grads: dict[str, Any]  # dout, lse and dlse of grads_t
@@ -74,7 +74,7 @@ class Layout:
 
 
 def layout(problem: AttentionVjpProblem, operands) -> Layout:
-    """What kernels are told of the arrays; new gradients are contiguous."""
+    """The kernels' view of the arrays; new gradients are contiguous."""
     forward, batch = problem.forward, problem.forward.batch
     num_batch = len(batch)
     strides: dict[str, tuple[int, ...]] = {
@@ -91,13 +91,13 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
         if name == "dbias":
             scores = (*batch, forward.num_heads, forward.seqlen_q, forward.seqlen_k)
             strides[name] = _strides.element_strides(np.broadcast_to(view, scores))
-    # sinks have no batch axes; they are the same to each entry.
+    # sinks have no batch axes; they are the same for each entry.
     batch_strides = {
         name: steps[:num_batch] if name != "sinks" else (0,) * num_batch
         for name, steps in strides.items()
     }
     shape, merged = _strides.collapse(batch, list(batch_strides.values()))
-    shape = shape or (1,)  # a kernel has one batch axis at least
+    shape = shape or (1,)  # a kernel has at least one batch axis
     batches = dict(zip(batch_strides, (m or (0,) for m in merged), strict=True))
 
     def operand(name):
@@ -127,9 +127,9 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
 
 
 def with_new_lse(problem: AttentionVjpProblem, operands) -> Layout:
-    """The same for kernels that take a new lse, contiguous, in place of the call's.
+    """The same for kernels that use a new, contiguous lse instead of the call's.
 
-    Batch axes may merge that do not with the lse of the call.
+    Batch axes may merge that do not merge with the lse of the call.
     """
     lse = _made_up(problem.rows_shape, problem.forward.compute_dtype)
     return layout(problem, operands._replace(lse=lse))
@@ -139,14 +139,14 @@ _FORWARD = ("q", "k", "v", "out", *OPTIONS)
 
 
 def _made_up(shape, dtype="int8"):
-    """A contiguous array that takes no memory, for its shape and strides."""
+    """A contiguous array that occupies no memory, for its shape and strides."""
     element = np.empty(1, dtype)
     steps = tuple(step * element.itemsize for step in contiguous_strides(shape))
     return np.lib.stride_tricks.as_strided(element, shape, steps)
 
 
 def _gradient_views(problem):
-    """Views of made-up gradients, batch + matrix axes, that take no memory."""
+    """Views of made-up gradients, batch + matrix axes, that occupy no memory."""
     forward = problem.forward
     views = {}
     for name in "qkv":
@@ -165,8 +165,8 @@ def _gradient_views(problem):
 class Entries:
     """Which axes of entries a kernel keeps; it sums over the others.
 
-    `outside` are the axes kept though the gradients do not have them: the kernel makes
-    terms there, which a second one adds up.
+    `outside` are axes that are kept although the gradients lack them: the kernel writes
+    terms along them, which another kernel adds up.
     """
 
     shape: tuple[int, ...]
@@ -194,14 +194,14 @@ def choose_entries(
     walk: int,
     num_sms: int,
 ) -> Entries:
-    """Sum inside the kernel what all gradients of it sum, unless blocks are few.
+    """Sum inside the kernel what all its gradients sum, unless blocks are few.
 
-    A kept entry has `blocks` blocks, each of which walks over `walk` tiles.
+    A kept entry has `blocks` blocks, each of which loops over `walk` tiles.
     """
 
     owns = {name: _own(shape, target) for name, target in targets.items()}
     kept = [any(column) for column in zip(*owns.values(), strict=True)]
-    # Widest first: one axis may do.
+    # Longest first: one axis may suffice.
     for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
         size = math.prod(n for n, k in zip(shape, kept, strict=True) if k)
         length = walk * math.prod(shape) // max(size, 1)
@@ -211,7 +211,7 @@ def choose_entries(
 
 
 def all_summed(layout: Layout, names: tuple[str, ...]) -> Entries:
-    """Entries that a block sums by itself, all that these gradients share."""
+    """Entries summed within a block: all that these gradients share."""
     targets = {name: layout.targets[name] for name in names}
     return choose_entries(layout.shape, targets, 1, 1, 0)
 
@@ -222,7 +222,7 @@ def keep_entries(shape: tuple[int, ...], targets: dict[str, Target]) -> Entries:
 
 
 def _own(shape, target):
-    """Of which axes of entries a gradient has entries of its own."""
+    """Along which axes of entries a gradient has entries of its own."""
     return [n == 1 or bool(step) for n, step in zip(shape, target.entries, strict=True)]
 
 
@@ -235,7 +235,7 @@ def _entries(shape, targets, kept):
 
 
 def entries_fields(entries: Entries, targets: list[Target]) -> dict[str, Any]:
-    """The part of grads_t that tells where an entry's gradients go."""
+    """The fields of grads_t that tell where the gradients of an entry go."""
     strides = contiguous_strides(entries.shape)
     kept_sizes = entries.terms_shape
     summed_sizes = tuple(

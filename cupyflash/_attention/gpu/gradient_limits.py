@@ -1,4 +1,4 @@
-"""What the gradient kernels of sm_90a share: their parameter, and what they refuse."""
+"""Shared by the gradient kernels of sm_90a: their parameter, and their limits."""
 
 import math
 
@@ -28,19 +28,19 @@ INPUTS = Struct(
     alignment=64,
 )
 
-# Queries of a block and keys of a tile, at the least.
+# The least queries of a block, and keys of a tile.
 _LEAST_BLOCK = 64
 
 
 def shared_axes(shape: tuple[int, ...], forward: AttentionProblem) -> tuple[bool, ...]:
-    """Which axes of the batch an array does without."""
+    """Which batch axes an array lacks."""
     own = shape[: max(0, len(shape) - 3)]
     own = (1,) * (len(forward.batch) - len(own)) + tuple(own)
     return tuple(n == 1 < all_ for n, all_ in zip(own, forward.batch, strict=True))
 
 
 def num_summed(problem: AttentionVjpProblem) -> int:
-    """Entries whose terms are summed into one head of dk."""
+    """The number of entries that are summed into one head of dk."""
     forward = problem.forward
     shared = shared_axes(problem.k_shape, forward)
     return forward.group_size * math.prod(
@@ -56,9 +56,9 @@ def unsupported_reason(
     most_summed: float = math.inf,
     takes_options: bool = False,
 ) -> str | None:
-    """Why no row of `arch` takes a problem, with head dimensions up to `largest`.
+    """Why no row of `arch` supports a problem, with head dimensions up to `largest`.
 
-    `most_summed` is the number of entries that it can sum into one head of dk.
+    `most_summed` is the number of entries that a kernel can sum into one head of dk.
     """
     forward = problem.forward
     if forward.has_functions and not takes_options:
@@ -88,7 +88,7 @@ def unsupported_reason(
         return "k and v are shared by different entries of the batch"
     if (summed := num_summed(problem)) > most_summed:
         return f"sums at most {most_summed} heads into one of k, not {summed}"
-    # Queries whose terms are summed into a gradient, for the reason of keys into out.
+    # Limits the queries whose terms are summed, as keys are for out.
     terms, most = summed * forward.seqlen_q, MOST_KEYS[forward.dtype]
     if terms > most:
         return f"sums in {forward.dtype} are exact enough up to {most} queries"
@@ -96,12 +96,12 @@ def unsupported_reason(
 
 
 def counts(problem: AttentionVjpProblem, device: Device) -> dict[str, tuple[int, int]]:
-    """What is counted in 32 bits: how many there are, and how many there may be."""
+    """Quantities counted in 32 bits: how many there are, and how many are supported."""
     forward = problem.forward
     heads = num_heads(forward)
     blocks = heads * -(-forward.seqlen_q // _LEAST_BLOCK)
     tiles = heads * -(-forward.seqlen_k // _LEAST_BLOCK)
-    # Of one multiprocessor, if its tiles are twice its share.
+    # Per multiprocessor, with up to twice its share of tiles.
     steps = 2 * -(-tiles // device.num_sms) * -(-forward.seqlen_q // _LEAST_BLOCK)
     return {
         "queries": (forward.seqlen_q, MOST_COUNTED),
@@ -117,26 +117,26 @@ CACHE_SHARE = 4 / 5
 
 
 def in_cache(device: Device, entry_bytes: int, share: float = CACHE_SHARE) -> int:
-    """Entries that take a share of the L2 cache together; at least one."""
+    """Entries that fit into a share of the L2 cache together; at least one."""
     return max(1, int(device.l2_bytes * share) // entry_bytes)
 
 
 def section(num_kept: int, most: int) -> int:
-    """Entries of a section, at most `most`.
+    """Entries per section, at most `most`.
 
-    Sections are equal, since a small one at the end would not fill the device.
+    Sections have equal size, since a small one at the end would not fill the device.
     """
     num_sections = -(-num_kept // most)
     return -(-num_kept // num_sections)
 
 
 def rows_defines(forward: AttentionProblem) -> dict[str, int]:
-    """Switches of the preprocess kernel: whether rows of out end inside a vector."""
+    """Defines of the preprocess kernel: whether rows of out end inside a vector."""
     return {"ENDS_INSIDE": 1} if forward.head_dim_v % 8 else {}
 
 
 def units(forward: AttentionProblem) -> tuple[float, float]:
-    """What makes scores exponents of 2, and a score whose weight is 0."""
+    """The factor from scores to exponents of 2, and a score whose weight is 0."""
     return forward.scale * math.log2(math.e), (
         -math.inf if forward.scale > 0 else math.inf
     )

@@ -1,4 +1,4 @@
-"""What plans of attention_vjp are made of: kernels, and sums after them."""
+"""Building blocks of plans of attention_vjp: kernels, and sums after them."""
 
 import math
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from cupyflash._core import arrays as _arrays
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.launch_sequence import Result, Step, num_bytes
 
-FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
+FOUND_BYTES = 256  # found_t, rounded up to the alignment of memory
 
 
 def gradient_results(problem) -> dict[str, Result | None]:
-    """What a call returns, in the order of AttentionGrads, as kernels write it."""
+    """The results of a call, in the order of AttentionGrads, as kernels write them."""
     forward = problem.forward
     dtype = _arrays.to_dtype(forward.dtype)
     found: dict[str, Result | None] = {
@@ -33,10 +33,10 @@ def gradient_results(problem) -> dict[str, Result | None]:
 
 
 class Part(NamedTuple):
-    """One kernel that makes gradients, or terms of them that are then added up.
+    """One kernel that computes gradients, or terms of them that are then summed.
 
-    Its parameters are made of one layout: a kernel that is told where one lse lies
-    cannot be told the batch axes that another one leaves.
+    Its parameters come from one layout: a kernel that takes the strides of one lse
+    cannot take the batch axes that another lse leaves.
     """
 
     names: tuple[str, ...]
@@ -47,17 +47,17 @@ class Part(NamedTuple):
     terms: Mapping[str, int] = MappingProxyType({})  # bytes by name
 
     def launch(self, inputs, *after) -> Step:
-        """The kernel alone; `after` stands behind what it writes to."""
+        """The launch of the kernel alone; `after` follows the arrays that it writes."""
         rest = (*after, *OPTIONS_AND_OFFSET, *self.params)
         return self.config, (*inputs, *self.into, *rest)
 
     def launches(self, inputs, *after) -> list[Step]:
-        """The kernel, and the sums of its terms."""
+        """The launch of the kernel, and the sums of its terms."""
         return [self.launch(inputs, *after), *self.sums]
 
 
 class Kernels:
-    """Makes the parts of a sequence, by the kernels of a kernel spec and one layout."""
+    """Makes the parts of a sequence from a kernel spec and one layout."""
 
     def __init__(self, row, forward, layout, device):
         self.row, self.forward, self.layout = row, forward, layout
@@ -66,7 +66,7 @@ class Kernels:
         self.params = with_functions(params, forward)
 
     def grads(self, **fields):
-        """grads_t, with the fields of entries where it takes them."""
+        """grads_t, with the fields of entries if it has them."""
         dims = self.layout.batch_dims
         return GRADS.pack(
             {**self.layout.grads, **fields}, kBatchDims=dims, kEntryAxes=dims + 2
@@ -79,7 +79,7 @@ class Kernels:
         return self.grads(**gradient_layout.entries_fields(entries, targets))
 
     def rows(self, lse, dsinks_terms) -> Step:
-        """The kernel for delta; `lse` is one made anew, if there is one."""
+        """The kernel for delta; `lse` is a recomputed one, if there is one."""
         config = gradient_config.rows_config(self.forward, self.layout.batch_dims)
         arguments = ("out", "dout", "lse", lse, "dlse", "delta", dsinks_terms)
         rest = (*OPTIONS_AND_OFFSET, self.params, self.grads())
@@ -100,7 +100,7 @@ class Kernels:
         return self._of_rows("keys", self.forward.num_kv_heads, ("dk", "dv"))
 
     def _of_rows(self, part, heads, names):
-        """Blocks that own tiles of rows of each of the heads."""
+        """A kernel whose blocks own tiles of rows of each of the heads."""
         forward = self.forward
         num_entries = math.prod(forward.batch) * heads
         seqlen, _ = self.matrix(names[0])
@@ -119,10 +119,10 @@ class Kernels:
         return self.bias_by("bias", tile, **more)
 
     def bias_by(self, part, tile, **more) -> Part:
-        """The same by a kernel of the kernel spec and tiles of it."""
+        """The same, by a kernel of the kernel spec with one of its tiles."""
         forward, target = self.forward, self.layout.targets["dbias"]
         sum_queries = forward.seqlen_q > 1 and not target.row
-        # Where all keys share it too, the second kernel sums over keys.
+        # If all keys share it as well, a second kernel sums over keys.
         sum_keys = forward.seqlen_k > 1 and not target.col and not sum_queries
         rows = 1 if sum_queries else forward.seqlen_q
         cols = 1 if sum_keys else forward.seqlen_k
@@ -142,7 +142,7 @@ class Kernels:
     ) -> Part:
         """A kernel over entries, and the sums after it.
 
-        An entry has `blocks` blocks; each walks over `walk` tiles.
+        An entry has `blocks` blocks; each loops over `walk` tiles.
         """
         targets = {name: self.layout.targets[name] for name in names}
         entries = gradient_layout.choose_entries(
@@ -157,7 +157,7 @@ class Kernels:
         targets = [self.layout.targets[name] for name in names]
         matrices = [matrix or self.matrix(name) for name in names]
         dtype = dtype or self.forward.dtype
-        # An axis of the matrix that the kernel keeps though the gradient does not.
+        # An axis of the matrix that the kernel keeps although the gradient lacks it.
         outside = entries.has_terms or any(
             n > 1 and not step
             for target, shape in zip(targets, matrices, strict=True)
@@ -188,7 +188,7 @@ class Kernels:
         return Part(tuple(names), config, into, params, tuple(sums), terms)
 
     def sum(self, shape, out_strides, dtype, name) -> Step:
-        """Terms of `shape`, contiguous, summed where `out_strides` is 0."""
+        """Contiguous terms of `shape`, summed along axes where `out_strides` is 0."""
         steps = contiguous_strides(shape)
         kept = [bool(step) for step in out_strides]
         sizes = [n if k else 1 for n, k in zip(shape, kept, strict=True)]

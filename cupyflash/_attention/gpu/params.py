@@ -1,4 +1,4 @@
-"""What every attention kernel gets of a call, as params_t has it."""
+"""The parameters of every attention kernel: params_t."""
 
 import math
 
@@ -7,7 +7,7 @@ from cupyflash._attention.problem import FAR, AttentionProblem
 from cupyflash._core import strides as _strides
 from cupyflash._cuda.structs import Struct
 
-# "No bound" among positions: beyond all keys, wherever the query stands.
+# "No bound" on positions: beyond all keys, for any query.
 _NO_BOUND = 2 * FAR
 
 
@@ -30,7 +30,7 @@ PARAMS = Struct(
 )
 
 
-# Which axes follow the batch axes of an operand.
+# The axes of an operand after the batch axes.
 _AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
     "sinks": ("head", "row"),  # the latter where rows are heads (_attention_views)
@@ -40,7 +40,7 @@ _AXES = {
 
 
 def params_fields(problem: AttentionProblem, operands) -> dict:
-    """The values of params_t for a call; batch axes are merged where possible."""
+    """The fields of params_t for a call; batch axes are merged where possible."""
     strides, batch_strides = {}, {}
     for name, axes in _AXES.items():
         x = getattr(operands, name)
@@ -53,7 +53,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
             strides[name] = dict.fromkeys(("head", "row", "col"), 0)
             continue
         num_batch = len(steps) - len(axes)
-        # sinks have no batch axes; they are the same to each entry.
+        # sinks have no batch axes; they are the same for each entry.
         batch_strides[name] = steps[:num_batch] or (0,) * len(problem.batch)
         strides[name] = {
             **dict.fromkeys(("head", "row", "col"), 0),
@@ -63,7 +63,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
     if problem.keys_of_part is not None:
         batch_strides["part"] = (1, *batch_strides["part"][1:])
     shape, merged = _strides.collapse(problem.batch, list(batch_strides.values()))
-    # A kernel has one batch axis at least.
+    # A kernel has at least one batch axis.
     shape = shape or (1,)
     merged = [steps or (0,) for steps in merged]
     batch_strides = dict(zip(batch_strides, merged, strict=True))
@@ -84,7 +84,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
 
 
 def scalar_fields(problem: AttentionProblem) -> dict:
-    """The part of params_t that does not depend on how arrays lie."""
+    """The fields of params_t that do not depend on the memory layout of arrays."""
     return {
         "batch_size": math.prod(problem.batch),
         "num_heads": problem.num_heads,
@@ -118,6 +118,6 @@ def contiguous_strides(shape) -> tuple[int, ...]:
 
 
 def launch_offset(problem: AttentionProblem) -> int:
-    """The query offset as a launch argument; 0 where the device knows it."""
+    """The query offset as a launch argument; 0 if only the device knows it."""
     offset = problem.query_offset
     return 0 if isinstance(offset, str) else offset

@@ -15,7 +15,7 @@ class AttentionPlan(LaunchSequence):
     """The launches of a call of attention() or attention_vjp()."""
 
     num_splits = 1  # of the keys
-    offset = 0  # the argument, where that of the call is not an int
+    offset = 0  # the argument, if that of the call is not an int
 
 
 def addresses(arrays: Any) -> list[Any]:
@@ -24,12 +24,12 @@ def addresses(arrays: Any) -> list[Any]:
 
 
 def arrays_of(operands: Any) -> tuple[Any, ...]:
-    """The arrays of checked operands in the order of AttentionCall."""
+    """The arrays of checked operands, in the order of AttentionCall."""
     return (*operands[:3], *(getattr(operands, name) for name in OPTIONS))
 
 
 def results_of(problem, names=("out", "lse")) -> dict[str, Result | None]:
-    """out and lse, None for an lse that is not asked for."""
+    """out and lse, None for an lse that is not requested."""
     dtype = _arrays.to_dtype(problem.dtype)
     lse = Result(problem.lse_shape, np.dtype(problem.compute_dtype))
     results = Result(problem.out_shape, dtype), lse if problem.return_lse else None
@@ -37,7 +37,7 @@ def results_of(problem, names=("out", "lse")) -> dict[str, Result | None]:
 
 
 def pack_params(problem, operands) -> tuple[Any, int, dict[str, Any]]:
-    """params_t of a call as an argument, the batch axes that it has, and its fields."""
+    """params_t of a call as an argument, its number of batch axes, and its fields."""
     fields = attention_params.params_fields(problem, operands)
     batch_dims = len(fields["batch_shape"])
     packed = attention_params.PARAMS.pack(fields, kBatchDims=batch_dims)

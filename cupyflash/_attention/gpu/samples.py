@@ -1,4 +1,4 @@
-"""Problems that stand for all that the attention tables may compile."""
+"""Problems that cover everything that the attention tables may compile."""
 
 import itertools
 from dataclasses import replace
@@ -88,7 +88,7 @@ def representative():
 
 
 def _long():
-    """Kernels of long sums (attention/simt/long_sums.cuh)."""
+    """Kernels with long sums (attention/simt/long_sums.cuh)."""
     for dtype, head_dim in itertools.product(
         ("float32", "float64"), (64, 128, 256, 512)
     ):
@@ -99,7 +99,7 @@ def _long():
 
 
 def _short():
-    """Entries with few queries and keys, and enough of them."""
+    """Many entries with few queries and keys each."""
     for dtype, (queries, keys, head_dim) in itertools.product(
         ("float16", "bfloat16", "float32"),
         ((40, 40, 64), (16, 16, 32), (4, 4, 8), (1, 100, 64), (64, 64, 128)),
@@ -127,7 +127,7 @@ def _wide():
 
 
 def _bounded():
-    """Kernels whose code depends on which keys are seen, at each head size."""
+    """Kernels that depend on position bounds, at each head size."""
     for head_dim in (64, 96, 128, 192, 256):
         for bounds in ({}, {"right": 0}, {"left": 1024, "right": 0}):
             yield made_up("bfloat16", head_dim, **bounds), 1

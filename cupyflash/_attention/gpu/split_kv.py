@@ -15,16 +15,16 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core import strides as _strides
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
-# Of splits, m and l of lse = m + log l: row_lse_t of attention/score/score.cuh.
+# For splits, m and l of lse = m + log l: row_lse_t of attention/score/score.cuh.
 _ROW_LSE = np.dtype("complex128")
-# What the combined results are called: out and lse are those of the splits.
+# Names of the combined results; out and lse are those of the splits.
 RESULTS = ("combined_out", "combined_lse")
 
 
 def split_steps(
     steps_of: Callable[..., Steps], row, problem, operands, device, split: SplitKV
 ) -> Steps:
-    """The launches of a kernel spec over splits of the keys, and what combines them."""
+    """The launches of a kernel spec over splits of the keys, and of the combination."""
     steps = steps_of(row, *split_kv(problem, operands, split), device)
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
     states = attention_problem.MergeProblem(
@@ -63,7 +63,7 @@ def split_steps(
 def split_kv(
     problem: AttentionProblem, operands, split: SplitKV
 ) -> tuple[AttentionProblem, Any]:
-    """The call over splits of the keys, a new first axis of the batch, without out."""
+    """The call over splits of the keys, a new first batch axis, without out."""
 
     def spread(x):
         if x is None:

@@ -1,4 +1,4 @@
-"""Lists of the tiles that a mask function shows, for kernels that walk along them."""
+"""Lists of the tiles that a mask function shows, for kernels that loop over them."""
 
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import Struct
 
-if TYPE_CHECKING:  # it imports CuPy, and who chooses a kernel does without
+if TYPE_CHECKING:  # it imports CuPy, which selecting a kernel must not
     from cupyflash._cuda.launch_sequence import PointersAndBytes, Step
 
 _THREADS = 256
@@ -40,7 +40,7 @@ TILE_LISTS = Struct(
 
 
 class TileLists(NamedTuple):
-    """Whose lists, and how their tiles are cut.
+    """Lists of one kernel, and how their tiles are divided.
 
     The owner's tiles have `parts` of `part_rows` queries, or keys if `transposed`, from
     row `own_first` on; those of the other side have `other_rows`.
@@ -56,7 +56,7 @@ class TileLists(NamedTuple):
     def config(
         self, problem: AttentionProblem, batch_dims: int, num_blocks: int = 1
     ) -> LaunchConfig:
-        """The launch that makes them."""
+        """The launch that makes the lists."""
         variant = Variant(
             source="attention/score/tile_lists.cu",
             entry="attention_tile_lists",
@@ -99,12 +99,12 @@ class TileLists(NamedTuple):
         }
 
     def num_bytes(self, problem: AttentionProblem) -> int:
-        """Of the memory between the kernels that holds them."""
+        """The size of the memory that holds them."""
         num_own, num_other, heads, entries = self._counts(problem)
         return _WORD * num_own * (1 + num_other) * max(heads, 1) * max(entries, 1)
 
     def step(self, problem: AttentionProblem, batch_dims: int, params: Any) -> "Step":
-        """The launch that makes them, and its arguments."""
+        """The launch that makes them, with its arguments."""
         num_own, num_other, heads, entries = self._counts(problem)
         own = {"own_first": self.own_first, "num_own": num_own, "num_other": num_other}
         packed = LIST_PARAMS.pack({**own, **self._strides(problem)})
@@ -113,7 +113,7 @@ class TileLists(NamedTuple):
         return config, (self.name, *OPTIONS_AND_OFFSET, params, packed)
 
     def argument(self, problem: AttentionProblem) -> "PointersAndBytes":
-        """tile_lists_t of the kernel that walks along them."""
+        """tile_lists_t, the argument of the kernel that loops over them."""
         packed = TILE_LISTS.pack(self._strides(problem))
         from cupyflash._cuda.launch_sequence import PointersAndBytes
 

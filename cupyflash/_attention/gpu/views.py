@@ -1,8 +1,9 @@
-"""Queries that share keys as rows of one tile: other views of a call's arrays.
+"""pack_gqa: queries that share keys as rows of one tile, by other views of the arrays.
 
-A decode step has one query a head, and the heads of a group read the same keys. As
-queries of one head they stand in the rows of one tile, so that every kernel reads keys
-and values once for all of them, whatever their number."""
+A decode step has one query per head, and the heads of a group read the same keys. As
+queries of one head they become rows of one tile, so that every kernel reads keys and
+values once for all of them.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,10 @@ from cupyflash._attention.problem import AttentionProblem
 
 
 def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
-    """The same call with (heads, 1) queries as (key heads, group), or as it was.
+    """The same call with (heads, 1) queries as (key heads, group), or unchanged.
 
-    Memory stays where it is. Rows of a tile have positions of their own, so that a mask
-    by position, alibi, functions and lengths of queries stay with heads.
+    Memory is not moved. Rows of a tile have different positions, so masks by position,
+    alibi, functions and query lengths are left as they are.
     """
     group = problem.group_size
     by_position = (problem.left, problem.right, problem.alibi_slopes)

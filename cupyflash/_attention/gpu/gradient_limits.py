@@ -96,7 +96,7 @@ def unsupported_reason(
 
 
 def counts(problem: AttentionVjpProblem, device: Device) -> dict[str, tuple[int, int]]:
-    """Quantities counted in 32 bits: how many there are, and how many are supported."""
+    """What is counted in 32 bits: how many there are, and how many may be."""
     forward = problem.forward
     heads = num_heads(forward)
     blocks = heads * -(-forward.seqlen_q // _LEAST_BLOCK)

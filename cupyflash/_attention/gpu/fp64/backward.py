@@ -11,23 +11,23 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Positions are the sum of two such numbers and a tile.
+# Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
 
-# Bytes of shared memory beside those of Tile.smem, at most.
+# The most shared memory other than that of Tile.smem.
 _STATIC_SMEM = 3072
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows that a block owns, and rows at a time of those that it walks over.
+    """Rows that a block owns, and rows at a time of those that it loops over.
 
     Two warps own 16 rows.
     """
 
     block_m: int
     block_n: int = 32
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
     spills_on: tuple[str, ...] = ()  # architectures
     spills_with_softcap: bool = False
 
@@ -50,21 +50,21 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class TensorFloat64VjpKernel:
-    """float64 on tensor cores: a kernel whose blocks own queries, one that owns keys.
+    """float64 tensor cores: blocks of one kernel own queries, those of the other keys.
 
-    `tiles` holds for head dimensions up to a bound the tiles from large to small.
+    `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
     name: str
     methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
-    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     fast: bool = True  # must not spill
 
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         forward = problem.forward
         if forward.dtype != "float64":
             return f"takes float64, not {forward.dtype}"
@@ -88,7 +88,7 @@ class TensorFloat64VjpKernel:
     def counts(
         self, problem: AttentionVjpProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         forward = problem.forward
         return {
             "queries": (forward.seqlen_q, _MOST_COUNTED),
@@ -103,7 +103,7 @@ class TensorFloat64VjpKernel:
     def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
         """The tiles that fit on `device`.
 
-        All walk over as many rows at a time, and so make the same sums.
+        All loop over the same number of rows at a time, and so compute the same sums.
         """
         dim = self.dim(forward)
         fitting = [
@@ -118,14 +118,14 @@ class TensorFloat64VjpKernel:
     def tile(
         self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
     ) -> Tile:
-        """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
+        """The largest tile whose blocks fill the device; `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
         return attention_config.largest_tile(
             tiles, heads, seqlen, lambda tile: device.num_sms
         )
 
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
-        """Chunks of columns of a gradient: a block makes them all."""
+        """Chunks of columns of a gradient: a block computes all of them."""
         return 1
 
     def config(

@@ -8,10 +8,10 @@ from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
 
 def tensor_float64_steps(row, problem, operands, device) -> Steps:
-    """delta; dq, what brings weights to a sum of 1, and dsinks; dk and dv; dbias.
+    """delta; dq, factors of the weights, and dsinks; dk and dv; dbias.
 
-    A gradient that is not finite may come from what is not seen, as 0 * NaN: then the
-    portable kernels make dq, dk and dv again.
+    A gradient that is not finite may come from hidden keys, as 0 * NaN: the portable
+    kernels then compute dq, dk and dv again.
     """
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
@@ -19,7 +19,7 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
     new_lse, bias = Steps([]), None
     lse: str | int = 0
     if problem.need_dbias and forward.seqlen_k:
-        # By the portable kernel, and so with an lse of its roundings.
+        # Computed by the portable kernel, and so with an lse of its rounding.
         new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"
         own = gradient_layout.with_new_lse(problem, operands)
         bias = Kernels(simt_backward.FALLBACK, forward, own, device).bias()

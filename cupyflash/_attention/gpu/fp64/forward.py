@@ -10,11 +10,11 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Architectures whose float64 tensor cores are as fast as their float64 units or faster.
+# Architectures whose float64 tensor cores are at least as fast as their float64 units.
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
 ARCHS = ("sm_80", "sm_90", "sm_100")
 
-# Bytes of shared memory beside those of Tile.smem, at most.
+# The most shared memory other than that of Tile.smem.
 _STATIC_SMEM = 1024
 
 # Queries of a warp: rows of a fragment.
@@ -23,20 +23,20 @@ WARP_ROWS = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of q and of k that a thread block holds at a time, and how."""
+    """Rows of q and of k that a block holds at a time, and how."""
 
     block_m: int
     block_n: int
-    slots: int  # places for tiles of k and v
+    slots: int  # buffers for tiles of k and v
     sharers: int = 1  # warps that own WARP_ROWS rows together
-    held: int = 0  # steps of 16 columns of q that each warp holds in registers
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
-    only_plain: bool = False  # terms of scores would need more registers than there are
-    before_hopper: bool = False  # in place of those with 3 places, which spill there
+    held: int = 0  # steps of 16 columns of q that each warp keeps in registers
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    only_plain: bool = False  # score options would need too many registers
+    before_hopper: bool = False  # instead of those with 3 buffers, which spill there
 
     @property
     def drifts(self) -> bool:
-        """Whether warps need not be at the same tile of keys: with 3 places."""
+        """Whether warps need not be at the same tile of keys: with 3 buffers."""
         return self.slots > 2
 
     @property
@@ -44,7 +44,7 @@ class Tile:
         return 32 * self.sharers * self.block_m // WARP_ROWS
 
     def smem(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes for q, the places for tiles of k and v, and scores of two warps."""
+        """Bytes for q, the buffers for tiles of k and v, and scores of two warps."""
         of_kv = self.slots * self.block_n * max(head_dim, head_dim_v)
         of_scores = 2 * self.block_m * self.block_n if self.sharers == 2 else 0
         dim_of_q = head_dim - 16 * self.sharers * self.held
@@ -53,22 +53,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class TensorFloat64Kernel:
-    """float64 on tensor cores.
+    """float64 tensor cores.
 
-    `tiles` holds for head dimensions up to a bound the tiles from large to small.
+    `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
     name: str
     methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
-    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    most_alone: int  # columns of v that the registers of a warp hold sums for
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
+    most_alone: int  # the most columns of v for whose sums a warp has registers
     fast: bool = True  # must not spill
 
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         if problem.dtype != "float64":
             return f"takes float64, not {problem.dtype}"
         if device.arch not in ARCHS:
@@ -91,7 +91,7 @@ class TensorFloat64Kernel:
     def counts(
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         return {"keys": (problem.seqlen_k, attention_config.MOST_COUNTED)}
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
@@ -118,8 +118,8 @@ class TensorFloat64Kernel:
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work.
 
-        Where keys are split it is enough that more than half of them have some:
-        blocks are not to be more than run at once.
+        With split keys, it suffices that more than half of them have some, since there
+        should not be more blocks than run at once.
         """
         share = 1 if problem.keys_of_part is None else 0.5
         return attention_config.largest_tile(
@@ -135,7 +135,7 @@ class TensorFloat64Kernel:
         """The split of the keys."""
         tiles = self._tiles(problem, device)
         tile = attention_config.largest_full(tiles, problem.seqlen_q)
-        # Of a warp alone there are more.
+        # A single warp has more.
         blocks = tile.min_blocks if tile != tiles[-1] else 4
         return attention_config.split_to_fill(problem, device, tile.block_m, blocks)
 
@@ -182,13 +182,11 @@ TILED_F64 = TensorFloat64Kernel(
     methods=("tiled", "auto"),
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
-    # TFLOP/s on an H200 at 2 x 2048 / head_dim heads x 4096
-    # (docs/design/lab/results/attention_f64_h200.json).
+    # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles=(
         (
             64,
             (
-                # 42.9; (64, 64, 2, 2 blocks) 41.3
                 Tile(128, 64, 3, only_plain=True),
                 Tile(64, 64, 2, min_blocks=2, only_plain=True),
                 Tile(32, 64, 2, min_blocks=2, only_plain=True),
@@ -201,7 +199,7 @@ TILED_F64 = TensorFloat64Kernel(
         (
             128,
             (
-                Tile(128, 32, 3),  # 48.6
+                Tile(128, 32, 3),
                 Tile(64, 32, 3),
                 Tile(32, 32, 3),
                 Tile(16, 32, 3),
@@ -213,7 +211,7 @@ TILED_F64 = TensorFloat64Kernel(
         (
             192,
             (
-                Tile(64, 16, 3, sharers=2),  # 34.0; (64, 32, 2) 32.0
+                Tile(64, 16, 3, sharers=2),
                 Tile(32, 16, 3, sharers=2),
                 Tile(16, 16, 3, sharers=2),
                 Tile(64, 32, 2, sharers=2, before_hopper=True),
@@ -224,7 +222,7 @@ TILED_F64 = TensorFloat64Kernel(
         (
             256,
             (
-                Tile(64, 16, 3, sharers=2, held=1),  # 37.8; (64, 16, 2) 30.5
+                Tile(64, 16, 3, sharers=2, held=1),
                 Tile(32, 16, 3, sharers=2),
                 Tile(16, 16, 3, sharers=2),
                 Tile(32, 16, 2, sharers=2, before_hopper=True),

@@ -11,7 +11,7 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Widest chunk of columns that a block holds of a head.
+# The widest chunk of columns of a head that a block holds.
 _MAX_CHUNK = 128
 
 
@@ -35,11 +35,11 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class VjpKernel:
-    """Kernels that make the gradients with no scores in memory.
+    """Kernels that compute gradients without scores in memory.
 
     One for delta, then one whose blocks own queries (dq), one whose blocks own keys (dk
-    and dv), and one for dbias. `tiles` holds for each size of an accumulator the tiles
-    for chunks of columns up to a bound, from large to small.
+    and dv), and one for dbias. `tiles` maps the size of an accumulator to tiles for
+    chunks of columns up to a bound, from large to small.
     """
 
     name: str
@@ -50,7 +50,7 @@ class VjpKernel:
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         reason = kernel.refuse_old_device(problem.forward.dtype, device)
         if reason is None and not self.fitting(problem.forward, device):
             reason = (
@@ -78,14 +78,14 @@ class VjpKernel:
     def tile(
         self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
     ) -> Tile:
-        """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
+        """The largest tile whose blocks fill the device; `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
         return attention_config.largest_tile(
             tiles, heads, seqlen, lambda tile: 1.5 * device.num_sms
         )
 
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
-        """Chunks of columns of a gradient, each made by a block of its own."""
+        """Chunks of columns of a gradient, each computed by a block of its own."""
         return -(-dim // self.chunk(forward)[0])
 
     def config(
@@ -113,7 +113,7 @@ class VjpKernel:
             BLOCK_N=tile.block_n,
             CHUNK=chunk,
             SINGLE=int(single),
-            # Options take registers: under the cap a kernel would spill.
+            # Options take registers: with the limit a kernel would spill.
             MIN_BLOCKS=tile.min_blocks if plain else 1,
             **attention_config.two_level_sum(forward, part),
             **more,
@@ -155,7 +155,7 @@ TILED_VJP = VjpKernel(
         ),
         8: (
             (64, (Tile(32, 32, 128), Tile(16, 32, 128), Tile(16, 16, 128))),
-            # 128 threads spill 124 bytes.
+            # With 128 threads it would spill.
             (
                 128,
                 (
@@ -170,5 +170,5 @@ TILED_VJP = VjpKernel(
 )
 
 
-# What makes gradients again where those of a faster row are not finite.
+# Computes gradients again if those of a faster row are not finite.
 FALLBACK = TILED_VJP

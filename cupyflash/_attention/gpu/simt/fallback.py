@@ -1,4 +1,4 @@
-"""Gradients made again where those of a faster kernel are not finite."""
+"""Gradients computed again if those of a faster kernel are not finite."""
 
 import math
 from dataclasses import replace
@@ -17,9 +17,9 @@ from cupyflash._cuda.launch_sequence import Steps
 
 
 def fallback(names, forward, layout, device, overlaps=False, **more) -> Part:
-    """The portable kernel that makes gradients again if they are not all finite."""
+    """The portable kernel that computes gradients again if they are not all finite."""
     part = "queries" if names == ("dq",) else "keys"
-    # Where the kernel writes, in its order; 0 for what this one leaves alone.
+    # What the kernel writes, in its order; 0 for what this one leaves alone.
     targets = ("dq",) if part == "queries" else ("dk", "dv")
     row = simt_backward.FALLBACK
     heads = forward.num_heads if part == "queries" else forward.num_kv_heads
@@ -39,7 +39,7 @@ def fallback(names, forward, layout, device, overlaps=False, **more) -> Part:
 
 
 def fallback_together(layout):
-    """Of dk and dv, which a kernel may make again in one walk: those summed alike.
+    """Groups of dk and dv that one kernel can compute again: those summed alike.
 
     There are no terms here for what one of them shares and the other does not.
     """
@@ -48,7 +48,7 @@ def fallback_together(layout):
 
 
 def fallbacks(forward, layout, device, overlaps=False) -> list[Part]:
-    """The kernels that make dq, and dk and dv, again."""
+    """The kernels that compute dq, and dk and dv, again."""
     return [
         fallback(names, forward, layout, device, overlaps)
         for names in (("dq",), *fallback_together(layout))
@@ -56,11 +56,12 @@ def fallbacks(forward, layout, device, overlaps=False) -> list[Part]:
 
 
 def recomputed_lse(problem, operands, device) -> Steps:
-    """An lse made anew, of scores rounded as the portable gradient kernels round them.
+    """A recomputed lse, from scores with the rounding of the portable gradient kernels.
 
     Kernels that take it are made by gradient_layout.with_new_lse(), not by the layout
     of the call: this lse is contiguous, so that batch axes may merge which do not with
-    the lse of the call. On its way out overwrites a gradient if one has room.
+    the lse of the call. The unused out of that launch overwrites a gradient if one has
+    room.
     """
     forward = replace(problem.forward, return_lse=True)
     row = next(

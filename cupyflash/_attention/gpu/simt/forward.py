@@ -33,12 +33,12 @@ class Tile:
     block_n: int
     num_threads: int
     block_dv: int | None = None  # None: all of them
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
-    only_plain: bool = False  # options would need more registers than there are
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    only_plain: bool = False  # options would need too many registers
 
 
 def padded_dim(head_dim: int) -> int:
-    """`head_dim` as the tiled kernel is compiled for it; zeros fill the rest."""
+    """`head_dim` as the tiled kernel is compiled for it; zeros pad."""
     step = 16 if head_dim <= 16 else 32 if head_dim <= 128 else 64
     return -(-head_dim // step) * step
 
@@ -59,17 +59,17 @@ def nothing_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) ->
     return 0
 
 
-# For the size of an accumulator: (largest head dimension, tiles from large to small).
+# By the size of an accumulator: (largest head dimension, tiles from large to small).
 TileLadder = dict[int, tuple[tuple[float, tuple[Tile, ...]], ...]]
 
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A kernel that holds no scores in memory.
+    """A kernel without scores in memory.
 
     The name is also the stem of ``cuda_src/attention/simt/<name>.cu`` and, after
-    ``attention_``, its entry point. `tiles` holds for each size of an accumulator the
-    tiles for head dimensions up to a bound, from large to small.
+    ``attention_``, its entry point. `tiles` maps the size of an accumulator to tiles
+    for head dimensions up to a bound, from large to small.
     """
 
     name: str
@@ -100,7 +100,7 @@ class FusedKernel:
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         reason = kernel.refuse_old_device(problem.dtype, device)
         if reason is None and not self._tiles(problem, device):
             reason = (
@@ -113,9 +113,9 @@ class FusedKernel:
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work.
 
-        Tiles of one block_n sum a row in the same order, so that its bits do not depend
-        on the choice. On an H200 (132 multiprocessors), the larger of two tiles is
-        faster with 256 blocks, the smaller with 128.
+        Tiles with the same block_n sum a row in the same order, so that its bits do not
+        depend on the choice. On an H200 (132 multiprocessors), the larger of two tiles
+        is faster with 256 blocks, the smaller with 128.
         """
         return largest_tile(
             self._tiles(problem, device),
@@ -126,7 +126,7 @@ class FusedKernel:
 
     def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
         """The split of the keys."""
-        # Results of splits would be rounded to 16 bits; a method shows its idea alone.
+        # Results of 16-bit splits would be rounded; a method shows only its own idea.
         may_split = problem.dtype in ("float32", "float64")
         if not may_split or problem.method == "online":
             return SplitKV(1, problem.seqlen_k)
@@ -151,7 +151,7 @@ class FusedKernel:
         num_blocks = num_tiles(problem, tile.block_m)
         dims = self._dims(problem)
         if self.dims_compiled:
-            # Options take registers: under the cap a kernel would spill.
+            # Options take registers: with the limit a kernel would spill.
             shape["MIN_BLOCKS"] = tile.min_blocks if is_plain(problem) else 1
             shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
         if tile.block_dv is not None:
@@ -171,8 +171,8 @@ class FusedKernel:
 class UnfusedKernel:
     """Scores in memory: matmul, a kernel over their rows, matmul, a kernel for out.
 
-    `in_input_dtype` keeps scores and P in the dtype of the input, else in that of the
-    sums.
+    `in_input_dtype` keeps scores and P in the dtype of the input, otherwise they have
+    that of the sums.
     """
 
     name: str
@@ -184,7 +184,7 @@ class UnfusedKernel:
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         if problem.keys_of_part is not None:
             return "has the scores of all keys at once"
         reason = kernel.refuse_old_device(problem.dtype, device)
@@ -193,7 +193,7 @@ class UnfusedKernel:
     def counts(
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         most = (1 << 31) - 1  # of cuBLAS, by CuPy
         heads = math.prod(problem.batch) * problem.num_kv_heads
         return {
@@ -251,13 +251,13 @@ TILED = FusedKernel(
     smem=rows_in_shared,
     dims_compiled=True,
     fast=True,
-    # TFLOP/s on an H200 at 2 x 16 heads x 2048 beside the next best.
+    # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
         4: (
             (
                 64,
                 (
-                    Tile(64, 64, 128, min_blocks=3),  # 28.1; 2 blocks 24.9
+                    Tile(64, 64, 128, min_blocks=3),
                     Tile(32, 64, 128),
                     Tile(16, 64, 128),
                 ),
@@ -265,7 +265,7 @@ TILED = FusedKernel(
             (
                 128,
                 (
-                    Tile(64, 64, 128),  # 29.6; (64, 32, 128) 25.1
+                    Tile(64, 64, 128),
                     Tile(32, 64, 128),
                     Tile(16, 64, 128),
                 ),
@@ -273,9 +273,9 @@ TILED = FusedKernel(
             (
                 256,
                 (
-                    # 24.6; (32, 32, 128) 20.8. Options spill 92 bytes on sm_80,
+                    # With options it spills on sm_80.
                     Tile(64, 64, 256, only_plain=True),
-                    # and here 104. 23.9
+                    # With options it spills.
                     Tile(32, 64, 128, only_plain=True),
                     Tile(32, 32, 128),
                     Tile(16, 32, 128),
@@ -285,7 +285,7 @@ TILED = FusedKernel(
             (
                 512,
                 (
-                    Tile(16, 32, 128),  # 15.0; (32, 16, 128) 17.0, but spills
+                    Tile(16, 32, 128),
                     Tile(8, 16, 64),
                 ),
             ),
@@ -295,8 +295,6 @@ TILED = FusedKernel(
             (
                 64,
                 (
-                    # 9.8; 4 blocks 10.9, but they spill; (32, 64, 128) 11.5, but
-                    # sums of 64 equal keys can miss 5e-15.
                     Tile(32, 32, 128, min_blocks=3),
                     Tile(16, 32, 128),
                 ),
@@ -304,7 +302,7 @@ TILED = FusedKernel(
             (
                 128,
                 (
-                    Tile(32, 32, 128),  # 10.0; (16, 32, 64) 8.5
+                    Tile(32, 32, 128),
                     Tile(16, 32, 128),
                     Tile(16, 16, 128),
                 ),
@@ -312,8 +310,8 @@ TILED = FusedKernel(
             (
                 256,
                 (
-                    Tile(32, 32, 256),  # 7.4; (32, 16, 256) 6.3
-                    Tile(16, 32, 128),  # 7.1
+                    Tile(32, 32, 256),
+                    Tile(16, 32, 128),
                     Tile(16, 16, 128),
                     Tile(8, 16, 128),
                 ),
@@ -323,7 +321,7 @@ TILED = FusedKernel(
     },
 )
 
-# Takes what no tile can hold, too.
+# Also for problems that no tile can hold.
 ONLINE = FusedKernel(
     name="online",
     methods=("online", "tiled", "auto"),

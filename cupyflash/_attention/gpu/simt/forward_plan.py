@@ -1,4 +1,4 @@
-"""The plan of attention that holds the scores in memory."""
+"""The plan of attention with scores in memory."""
 
 import cupy
 
@@ -15,7 +15,7 @@ from cupyflash._cuda.launch_sequence import LaunchSequence
 class UnfusedPlan:
     """naive and safe: S and P in memory, cupy.matmul for both products.
 
-    CuPy launches cuBLAS between the two kernels, so they are no LaunchSequence.
+    CuPy launches cuBLAS between the two kernels, so this is not a LaunchSequence.
     """
 
     def __init__(self, row, problem, operands, device, device_id, results, copies):
@@ -61,14 +61,15 @@ class UnfusedPlan:
         if functions:
             params = params.params + functions
         softmax.enqueue(*addresses((s, lse)), *pointers[3:-1], params)
-        o = self._matmul(s, v)  # s has become P
+        o = self._matmul(s, v)  # s is P by now
         values.enqueue(*addresses((s, o, v, out)), params)
         return out, lse
 
     def _raw_scores(self, q, k):
-        """q k^T; of wide heads a sum of products of some columns at a time."""
+        """q k^T; for wide heads the sum of the products of some columns at a time."""
         k = k.swapaxes(-1, -2)
-        # Steps of the naive method round to 16 bits, and so would each part.
+        # The naive method rounds each step to 16 bits, and would round each part as
+        # well.
         if self.scores_dtype != self.problem.compute_dtype:
             return self._matmul(q, k)
         first, *others = columns_apart(q.shape[-1])
@@ -91,7 +92,7 @@ class UnfusedPlan:
 
 
 def _fold_group(q, problem):
-    """Query heads that share a head of k as rows of one matrix."""
+    """Query heads that share a head of k, as rows of one matrix."""
     rows = problem.group_size * problem.seqlen_q
     shape = (*problem.batch, problem.num_kv_heads, rows, problem.head_dim)
     return q if problem.group_size == 1 else q.reshape(shape)

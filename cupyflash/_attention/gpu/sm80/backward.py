@@ -24,22 +24,22 @@ from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import Struct
 
-# Head dimensions that are compiled; zeros fill the rest.
+# Head dimensions that are compiled; zeros pad.
 DIMS = (64, 128, 256)
 
-# Positions are the sum of two such numbers and a tile.
+# Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
-# Threads of a block of the kernels before and after.
+# Threads per block of the preprocess and postprocess kernels.
 _ROW_THREADS = 256
 _DQ_THREADS = 256
-# Shared memory of a multiprocessor that the system keeps for each block, and what a
-# block tells its threads; that of dbias has a list of entries.
+# Shared memory that the system reserves for each block, and static shared memory of a
+# block; that of dbias has a list of entries.
 _RESERVED, _STATIC, _STATIC_OF_BIAS = 1024, 512, 3072
 
 
 @dataclass(frozen=True)
 class MmaVjpTile:
-    """Queries and keys of a tile, threads of a block, and how warps share a tile.
+    """Queries and keys of a tile, threads of a block, and how warps divide a tile.
 
     `warps_m` warps have the same keys, each a part of the queries.
     """
@@ -49,8 +49,8 @@ class MmaVjpTile:
     num_threads: int
     warps_m: int = 1
     stages: int = 2
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
-    oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    oldest: tuple[int, int] = (8, 0)  # it spills on older compute capabilities
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int) -> int:
@@ -73,7 +73,7 @@ class MmaVjpTile:
         return fits and runs
 
 
-# By head dimension as compiled, tiles from best to least: the first that fits is taken.
+# Tiles by head dimension as compiled, from best to least: the first that fits is used.
 _Tiles = dict[int, tuple[MmaVjpTile, ...]]
 
 
@@ -105,12 +105,12 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class MmaVjpKernel:
-    """FlashAttention-2's gradients by mma.sync, of 16-bit inputs, with all options.
+    """FlashAttention-2 gradients by mma.sync, for 16-bit inputs, with all options.
 
-    `tiles` are those of the kernel whose blocks own keys, without and with terms of
-    scores (bias, mask, softcap, alibi), which need registers; `query_tiles` those of
-    the kernel that makes dq in one order, `bias_tiles` those of the one for dbias,
-    without and with options beside the bias.
+    `tiles` belong to the kernel whose blocks own keys, without and with score options
+    (bias, mask, softcap, alibi), which need registers; `query_tiles` to the kernel that
+    computes dq in a fixed order, `bias_tiles` to the one for dbias, without and with
+    options other than the bias.
     """
 
     name: str
@@ -123,7 +123,7 @@ class MmaVjpKernel:
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         forward = problem.forward
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
@@ -150,7 +150,7 @@ class MmaVjpKernel:
     def counts(
         self, problem: AttentionVjpProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         forward = problem.forward
         return {
             "queries": (forward.seqlen_q, _MOST_COUNTED),
@@ -159,7 +159,7 @@ class MmaVjpKernel:
         }
 
     def _num_kept(self, problem):
-        """Batch entries with keys or values of their own, at the least."""
+        """The least number of batch entries with keys or values of their own."""
 
         def entries(shape):
             return math.prod(shape[: max(0, len(shape) - 3)])
@@ -167,7 +167,7 @@ class MmaVjpKernel:
         return max(entries(problem.k_shape), entries(problem.v_shape), 1)
 
     def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled; zeros fill the rest."""
+        """The head dimension as it is compiled; zeros pad."""
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in DIMS if n >= widest)
 
@@ -194,9 +194,9 @@ class MmaVjpKernel:
     ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes.
 
-        `tile` is that of ``attention/sm80/backward.cu``, for
-        ``attention/sm80/backward_dq.cu`` and ``attention/sm80/backward_dbias.cu`` their
-        own.
+        `tile` belongs to ``attention/sm80/backward.cu``;
+        ``attention/sm80/backward_dq.cu`` and ``attention/sm80/backward_dbias.cu`` have
+        their own.
         """
         threads, smem = tile.num_threads, 0
         switches: dict[str, Any] = {}
@@ -245,9 +245,9 @@ class MmaVjpKernel:
     def section(
         self, forward: AttentionProblem, device: Device, num_kept: int, num_summed: int
     ) -> int:
-        """Kept entries whose queries, dO and sums of dq stay in the L2 cache.
+        """Kept entries whose queries, dO and sums of dq fit into the L2 cache together.
 
-        Where all tiles of keys are alike, those of one entry follow each other.
+        If all tiles of keys are alike, those of one entry follow each other.
         """
         if forward.left is None and forward.right is None:
             return 1
@@ -263,7 +263,7 @@ class MmaVjpKernel:
         device: Device,
         everything: bool,
     ) -> Iterator[LaunchConfig]:
-        """All launches of a problem, for the list of what there is to compile."""
+        """All launches of a problem, for the list of what can be compiled."""
         tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))
         if tile is None or own is None:
             return
@@ -294,7 +294,7 @@ class MmaVjpKernel:
 
 
 def _has_more(forward):
-    """Whether scores have options beside a bias that take registers."""
+    """Whether scores have options other than a bias that take registers."""
     return (
         bool(forward.softcap)
         or forward.has_functions

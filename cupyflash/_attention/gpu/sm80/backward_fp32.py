@@ -22,17 +22,17 @@ from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Head dimensions that are compiled; zeros fill the rest.
+# Head dimensions that are compiled; zeros pad.
 DIMS = (64, 128)
 
 # kGranule, kLargestTile, kBytesFacts and kBytesStats of
 # attention/sm80/fp32_backward.cuh.
 _GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS = 128
-# Positions are the sum of two such numbers and a tile.
+# Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
-# Shared memory of a multiprocessor that the system keeps for each block, and what a
-# block tells its threads.
+# Shared memory that the system reserves for each block, and static shared memory of a
+# block.
 _RESERVED, _STATIC = 1024, 256
 
 
@@ -42,10 +42,10 @@ class MmaSplitVjpTile:
 
     rows: int
     num_threads: int
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
-    stages: int = 2  # granules of the rows walked over, in shared memory
-    apart: bool = False  # dk and dv by launches of their own, for lack of registers
-    oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    stages: int = 2  # granules of the rows looped over, in shared memory
+    apart: bool = False  # dk and dv in separate launches, for lack of registers
+    oldest: tuple[int, int] = (8, 0)  # it spills on older compute capabilities
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int, parts: int) -> int:
@@ -63,7 +63,7 @@ class MmaSplitVjpTile:
 
 
 def split_tile_bytes(dim: int, parts: int) -> int:
-    """kBytesImage of attention/sm80/fp32_backward.cuh."""
+    """kBytesOperand of attention/sm80/fp32_backward.cuh."""
     return parts * _GRANULE * dim * 2 + _FACTS
 
 
@@ -72,7 +72,7 @@ def granules(num_rows: int) -> int:
     return -(-num_rows // _LARGEST_TILE) * (_LARGEST_TILE // _GRANULE)
 
 
-# By head dimension as compiled, tiles from best to least: the first that fits is taken.
+# Tiles by head dimension as compiled, from best to least: the first that fits is used.
 _Tiles = dict[int, tuple[MmaSplitVjpTile, ...]]
 
 
@@ -86,25 +86,25 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class MmaSplitVjpKernel:
-    """FlashAttention-2's gradients by mma.sync, of float32 in float16 parts.
+    """FlashAttention-2 gradients by mma.sync, for float32 as float16 parts.
 
-    `tiles` are those of the kernels "_queries" and "_keys", without and with terms of
-    scores (bias, mask, softcap, alibi), which need registers.
+    `tiles` belong to the kernels "_queries" and "_keys", without and with score options
+    (bias, mask, softcap, alibi), which need registers.
     """
 
     name: str
     methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Tiles]
-    # Queries, and keys, from which float32 pays for being split.
+    # The least queries, and keys, for which splitting float32 pays off.
     least: int = 64
-    # Bytes of split k and v that are allowed a byte of out.
+    # Allowed bytes of split k and v per byte of out.
     most_split_bytes: float = 4
     fast: bool = True
 
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         forward = problem.forward
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
@@ -134,7 +134,7 @@ class MmaSplitVjpKernel:
     def counts(
         self, problem: AttentionVjpProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         forward = problem.forward
         return {
             "queries": (forward.seqlen_q, _MOST_COUNTED),
@@ -143,11 +143,11 @@ class MmaSplitVjpKernel:
         }
 
     def parts(self, forward: AttentionProblem) -> int:
-        """float16 numbers that stand for one of the input."""
+        """float16 numbers per number of the input."""
         return 2 if forward.precision == "float32" else 1
 
     def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled; zeros fill the rest."""
+        """The head dimension as it is compiled; zeros pad."""
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in DIMS if n >= widest)
 
@@ -180,7 +180,7 @@ class MmaSplitVjpKernel:
             "STAGES": 1 if tile is None else tile.stages,
         }
         if tile is None:
-            # Of the options, lengths alone matter to it.
+            # Of the options, only lengths matter to it.
             forward = without_options(forward, "query_lengths", "key_lengths")
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
@@ -208,7 +208,7 @@ class MmaSplitVjpKernel:
         return LaunchConfig.over(variant, num_blocks, threads)
 
     def split_operands(self, forward: AttentionProblem) -> tuple[int, int]:
-        """Split tiles of all inputs, and bytes of all of them."""
+        """The number of split tiles of all inputs, and their bytes."""
         heads = math.prod(forward.batch) * forward.num_heads
         heads_kv = math.prod(forward.batch) * forward.num_kv_heads
         count = 2 * heads * granules(forward.seqlen_q)
@@ -216,7 +216,7 @@ class MmaSplitVjpKernel:
         return count, count * split_tile_bytes(self.dim(forward), self.parts(forward))
 
     def stats_bytes(self, forward: AttentionProblem) -> int:
-        """Bytes of what the kernel of keys has to know of the queries."""
+        """Bytes of the statistics of queries for the kernel of keys."""
         heads = math.prod(forward.batch) * forward.num_heads
         return heads * granules(forward.seqlen_q) * _STATS
 
@@ -224,9 +224,9 @@ class MmaSplitVjpKernel:
         self, part: str, forward: AttentionProblem, device: Device, num_kept: int,
         num_summed: int,
     ) -> int:  # fmt: skip
-        """Kept entries whose split tiles of the other rows stay in the L2 cache.
+        """Kept entries whose split tiles of the other rows fit into the L2 cache.
 
-        Where all tiles are alike, those of one entry follow each other.
+        If all tiles are alike, those of one entry follow each other.
         """
         if forward.left is None and forward.right is None:
             return 1
@@ -243,7 +243,7 @@ class MmaSplitVjpKernel:
         device: Device,
         everything: bool,
     ) -> Iterator[LaunchConfig]:
-        """All launches of a problem, for the list of what there is to compile."""
+        """All launches of a problem, for the list of what can be compiled."""
         yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
         dim, parts = self.dim(forward), self.parts(forward)
         for part in _PARTS:
@@ -270,17 +270,16 @@ def made_by(part: str, tile: MmaSplitVjpTile) -> tuple[tuple[str, ...], ...]:
 
 
 def makes(part: str, names: tuple[str, ...]) -> dict[str, int]:
-    """The switches of a launch that makes `names`."""
+    """The defines of a launch that computes `names`."""
     if part == "_queries":
         return {}
     return {"MAKES_DK": int("dk" in names), "MAKES_DV": int("dv" in names)}
 
 
-# Where a multiprocessor holds few bytes, one block with all threads that registers
-# allow; else as many blocks as hide each other's barriers.
+# If a multiprocessor has little shared memory, one block with as many threads as
+# registers allow; otherwise several blocks, which hide each other's barriers.
 _QUERIES: _Tiles = {
-    # TFLOP/s of all gradients on an H200: 82.8 with 81.3 of 64 queries, three blocks,
-    # and 68.5 of 256 threads
+    # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     64: (
         MmaSplitVjpTile(128, 128, min_blocks=2),
         MmaSplitVjpTile(128, 256),

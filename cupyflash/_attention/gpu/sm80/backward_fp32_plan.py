@@ -16,11 +16,11 @@ from cupyflash._cuda.launch_sequence import Steps
 
 
 def mma_split_steps(row, problem, operands, device) -> Steps:
-    """Delta, split inputs, dq, dk and dv, and fallbacks if they are asked for."""
+    """Delta, split inputs, dq, dk and dv, and fallbacks if they are requested."""
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
-    # Scores of the portable kernels are rounded in another order, to which an lse made
-    # anew belongs: that of fallbacks is left by the one for dq to that for dk.
+    # Scores of the portable kernels have other rounding errors, and so need their own
+    # lse: the fallback for dq leaves it to the one for dk.
     own = gradient_layout.with_new_lse(problem, operands)
     make = Kernels(row, forward, layout, device)
     slow = Kernels(simt_backward.FALLBACK, forward, own, device)
@@ -81,7 +81,7 @@ def _own(make: Kernels, part, names) -> tuple[Part, int]:
     tile = make.row.tile(part, forward, device)
     targets = {name: layout.targets[name] for name in names}
     blocks, walk = -(-seqlen // tile.rows), -(-other // 32)
-    # A block for dq has one entry: what it finds of its rows is of that.
+    # A block for dq has one entry, since the statistics that it computes belong to one.
     entries = (
         gradient_layout.keep_entries(layout.shape, targets)
         if of_queries
@@ -90,7 +90,7 @@ def _own(make: Kernels, part, names) -> tuple[Part, int]:
         )
     )
     made = make.part_of(part, tile, blocks, entries, names, **makes(part, names))
-    # One that makes dk or dv alone has parameters for both.
+    # A kernel that computes only dk or dv has parameters for both.
     if names in (("dk",), ("dv",)):
         made = made._replace(into=made.into * 2)
     num_summed = math.prod(layout.shape) // entries.num_kept

@@ -17,7 +17,7 @@ _STILL_NONFINITE = FOUND.offset("still_nonfinite")  # where it stands
 
 
 class MmaKernels(Kernels):
-    """The parts that this kernel spec makes."""
+    """The parts of this kernel spec."""
 
     def own(self, part, tile, names, **more) -> Part:
         """The kernel for the gradients `names`."""
@@ -37,7 +37,7 @@ class MmaKernels(Kernels):
         return self.bias_by("_bias", self.row.tile("_bias", self.forward, self.device))
 
     def careful(self, names, part, tile, made=None, **more) -> Part:
-        """The careful kernel, into what `made` has made; else with no terms."""
+        """The second pass, with scrubbed inputs, into what `made` wrote, if given."""
         forward = self.forward
         grad = forward.compute_dtype if made and made.sums else forward.dtype
         config = self.row.config(
@@ -49,7 +49,7 @@ class MmaKernels(Kernels):
 
 
 def mma_vjp_steps(row, problem, operands, device) -> Steps:
-    """Statistics, all gradients, dq to 16 bits, and fallbacks if they are asked for."""
+    """Statistics, all gradients, dq rounded to 16 bits, and fallbacks if requested."""
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     batch_dims = layout.batch_dims
@@ -57,14 +57,14 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
     tile = row.tile("", forward, device)
     own = row.tile("_queries", forward, device)
     stats_m = tile.block_m
-    # In one order of sums, dq has a kernel of its own.
+    # For a fixed order of sums, dq has a kernel of its own.
     ordered = problem.deterministic
     keys = make.own("", tile, ("dk", "dv"), MAKES_DQ=int(not ordered))
     queries = None
     if ordered:
         queries = make.own("_queries", own, ("dq",), STATS_M=stats_m)
 
-    # Of dq, whose batch entries add to one slot where they share q.
+    # Sums of dq: batch entries that share q add to the same slot.
     dq, matrix = layout.targets["dq"], forward.seqlen_q * forward.head_dim
     num_slots = math.prod(problem.q_shape) // matrix
     (grads,) = np.frombuffer(keys.params[-1], grads_dtype(batch_dims))
@@ -78,7 +78,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
         kBatchDims=batch_dims,
     )
 
-    # Memory between the kernels, as attention/sm80/backward.cuh has it.
+    # Arrays between the kernels, as in attention/sm80/backward.cuh.
     num_blocks = -(-forward.seqlen_q // stats_m)
     num_floats = num_blocks * stats_m
     sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
@@ -119,7 +119,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
                 ("sums", "dq", *dq_steps, "found", make.params),
             )
         )
-    # The same without what nobody sees, if a gradient is not finite.
+    # The second pass with scrubbed inputs, if a gradient is not finite.
     again = make.careful(("dk", "dv"), "", tile, keys, MAKES_DQ=0)
     launches.append(again.launch((*inputs, 0, "found", items)))
     again = make.careful(("dq",), "_queries", own, queries, STATS_M=stats_m)

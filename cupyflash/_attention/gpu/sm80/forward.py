@@ -27,54 +27,49 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Head dimensions that are compiled; zeros fill the rest.
+# Head dimensions that are compiled; zeros pad.
 DIMS = (32, 64, 96, 128, 192, 256)
 
-# Bytes behind the tiles: what tiles of float32 say of their numbers, and what a block
-# keeps for its end.
+# Bytes after the tiles: statistics of float32 tiles, and the state of a block.
 _TILE_STATS = 128 + 384
-# The same behind each tile that has been split beforehand.
+# Bytes of statistics after each tile that was split in advance.
 _STATS_OF_SPLIT_TILE = 128
-# Bytes of such tiles, of all keys, that are allowed a byte of out.
+# Allowed bytes of such tiles, for all keys, per byte of out.
 _MOST_SPLIT = 4
 _PREPARE_THREADS = 256
-# Shared memory of a multiprocessor that the system keeps for each block.
+# Shared memory that the system reserves for each block.
 _RESERVED = 1024
-# Tiles of queries that a block may take one after the other, and what they cost it
-# beside those of keys that they see, in tiles of keys: the start of a block, and what
-# each tile of queries adds.
+# Persistent blocks: the cost of starting a block, and of each tile of queries, in units
+# of the cost of a tile of keys.
 _START, _END = 1.5, 1.5
-# Up to so many tiles of queries a head: above, a head's keys want the cache for
-# themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
-# with one).
+# Up to this many tiles of queries per head; with more, the keys of a head need the
+# cache.
 _MOST_TILES = 64
-# Keys from which splits pay, by as many splits, up to 4: below, to combine takes what
-# they save (8 heads of 64 columns: 1024 x 1024 in 2 splits 53 us, whole 45).
+# With fewer keys, combining splits takes as long as they save; the number of splits, up
+# to 4, scales with this.
 _LEAST_SPLIT_KEYS = 4096
-# Queries from which the row splits as many keys: 48 x 65536 of 128 columns
-# 85 us, by "tiled" 138; of 32 83 and 94, of 16 80 and 80; 48 x 1024 51 and 42.
+# With fewer queries, `tiled` is faster for split keys.
 _LEAST_SPLIT_QUERIES = 32
-# Queries of a group from which keys are made float16 beforehand, and bytes that may
-# take: of 128 queries it takes as long, of 512 x 65536 232 us where each block splits
-# them in 388.
+# With fewer queries per group, splitting keys in advance does not pay off; and the most
+# bytes that this may take.
 _READERS = 256
 _MOST_SPLIT_BYTES = 1 << 28
-# Longest second axis of a grid that is used, and third one that there is.
+# The longest second axis of a grid in use, and the longest third axis.
 _GRID_Y, _GRID_Z = 1 << 15, (1 << 16) - 1
-# Positions are the sum of two such numbers and a tile.
+# Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
 
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Queries and keys that a block holds, its threads, and tiles of k and v ahead."""
+    """Queries and keys of a block, its threads, and tiles of k and v loaded ahead."""
 
     block_m: int
     block_n: int
     num_threads: int
     stages: int = 1
-    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
-    only_plain: bool = False  # options would need more registers than there are
+    min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    only_plain: bool = False  # options would need too many registers
     warps_per_row: int = 1  # warps that share rows (attention/sm80/shared_rows.cuh)
     persistent: bool = (
         False  # a block has several tiles of queries, if scores are plain
@@ -85,12 +80,12 @@ class MmaTile:
 
 
 def split_tile_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
-    """Bytes of a tile of k and one of v that have been split."""
+    """Bytes of a split tile of k and one of v."""
     return parts * block_n * 2 * sum(dims) + 2 * _STATS_OF_SPLIT_TILE
 
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
-    """Whether queries lie in registers (kKeepQ of attention/sm80/forward_state.cuh)."""
+    """Whether q stays in registers (kKeepQ of attention/sm80/forward_state.cuh)."""
     row_tiles = tile.block_m * tile.warps_per_row * 2 // tile.num_threads
     return max(dims) <= 64 and row_tiles * dims[0] <= 128
 
@@ -102,46 +97,46 @@ def smem_bytes(
     staged: bool,
     persistent: bool = False,
 ) -> int:
-    """Shared memory: 16-bit tiles, and float32 ones as they came."""
+    """Shared memory: 16-bit tiles, and staging for float32 ones."""
     stages = tile.stages * split_tile_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
-    out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
+    out = tile.block_m * 2 * dims[1]  # 16-bit results, in place of the tiles
     apart = tile.stages == tile.warps_per_row == 1 and keeps_q(tile, dims)
-    if persistent and apart:  # they come meanwhile
+    if persistent and apart:  # results have a buffer of their own
         tiles, out = tiles + out, 0
-    # Weights, and two words a row and side.
+    # Weights, and two words per row and warp.
     row = 2 * 2 * tile.block_n + 16
     shared = tile.block_m * row if tile.warps_per_row > 1 else 0
     return max(tiles, out) + _TILE_STATS + shared
 
 
-# Upper bound of the head dimensions, and tiles from best to least: the first that an
-# architecture's shared memory holds min_blocks times is taken.
+# Upper bounds of the head dimensions, and tiles from best to least: the first that fits
+# min_blocks times into shared memory is used.
 _Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
 
 
 @dataclass(frozen=True)
 class MmaKernel:
-    """FlashAttention-2 by mma.sync, of 16-bit inputs or of float32 in parts.
+    """FlashAttention-2 by mma.sync, for 16-bit inputs or float32 in parts.
 
-    `tiles` holds a ladder by what is multiplied ("float16", "float32", "tf32"; "few"
-    after the last two, where out is small beside the keys and each block splits them
-    itself) and for scores with terms of their own (bias, mask, softcap, alibi), which
-    need registers.
+    `tiles` maps what is multiplied ("float16", "float32", "tf32"; the latter two with "
+    few" if out is small compared with the keys and each block splits them itself), and
+    whether scores have options (bias, mask, softcap, alibi), which need registers, to a
+    ladder.
     """
 
     name: str
     methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Ladder]
-    # Queries, and keys, from which float32 pays for being split.
+    # The least queries, and keys, for which splitting float32 pays off.
     least: int = 64
     fast: bool = True
 
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
         if problem.dtype == "float64":
@@ -173,7 +168,7 @@ class MmaKernel:
     def counts(
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         return {
             "queries": (problem.seqlen_q, _MOST_COUNTED),
             "keys": (problem.seqlen_k, _MOST_COUNTED),
@@ -188,29 +183,31 @@ class MmaKernel:
         return max(self.dims(problem)) > 192 and count > 4
 
     def parts(self, problem: AttentionProblem) -> int:
-        """float16 numbers that stand for one of the input."""
+        """float16 numbers per number of the input."""
         both = problem.dtype == "float32" and problem.precision == "float32"
         return 2 if both else 1
 
     def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys: two blocks of 64 queries for each SM.
+        """The split of the keys: two blocks of 64 queries per multiprocessor.
 
-        16 bits have none: results of splits would be rounded.
+        16-bit inputs have none, since results of splits would be rounded.
         """
         tiles = max(1, num_tiles(problem, _SMALL.block_m))
         wanted = 2 * device.num_sms // tiles
         least_keys = _LEAST_SPLIT_KEYS // max(1, min(wanted, 4))
-        if problem.precision == "tf32":  # twice as fast, with the same merge
+        if (
+            problem.precision == "tf32"
+        ):  # twice as fast, with the same cost of combining
             least_keys *= 2
         if problem.dtype != "float32" or most_seen(problem) < least_keys:
             return SplitKV(1, problem.seqlen_k)
         return split_to_fill(problem, device, _SMALL.block_m, 2)
 
     def is_prepared(self, problem: AttentionProblem) -> bool:
-        """Whether another kernel splits the keys and values beforehand.
+        """Whether another kernel splits the keys and values into parts in advance.
 
-        Their parts are extra memory, which must not be more than out is, or, where keys
-        are split, than a bound.
+        The parts need memory, which must not exceed that of out or, with split keys, a
+        fixed bound.
         """
         if problem.dtype != "float32":
             return False
@@ -223,7 +220,7 @@ class MmaKernel:
         return parts <= _MOST_SPLIT * out
 
     def split_operand_bytes(self, problem: AttentionProblem, device: Device) -> int:
-        """Bytes of all split tiles."""
+        """Bytes of all tiles split in advance."""
         block_n = self.tile(problem, device).block_n
         return self._num_split_tiles(problem, block_n) * split_tile_bytes(
             block_n, self.dims(problem), self.parts(problem)
@@ -233,7 +230,7 @@ class MmaKernel:
         return self._num_kv_heads(problem) * -(-problem.seqlen_k // block_n)
 
     def _num_kv_heads(self, problem):
-        """Over all batch entries; splits of the keys share them."""
+        """Heads of k over all batch entries; splits of the keys share them."""
         return math.prod(problem.batch) // num_splits(problem) * problem.num_kv_heads
 
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
@@ -250,11 +247,12 @@ class MmaKernel:
     def is_persistent(self, tile: MmaTile, problem: AttentionProblem) -> bool:
         """Whether a block has several tiles of queries.
 
-        That levels blocks of unlike length; alike, two blocks of a multiprocessor hide
-        each other's start and end as well. Results leave through shared memory while
-        the next tiles come: through a place of their own, that of weights, that of q,
-        or a stage of k and v, of which the last two have to be large enough. Where
-        warps share rows, an option would take 8 bytes of registers too many.
+        That balances blocks of different length; if all are alike, two blocks of a
+        multiprocessor hide each other's start and end as well. Results are stored
+        through shared memory while the next tiles load: through a buffer of their own,
+        that of the weights, that of q, or a stage of k and v, of which the last two
+        must be large enough. If warps share rows, an option would take 8 bytes of
+        registers too many.
         """
         dim, dim_v = self.dims(problem)
         if tile.stages == 1:
@@ -269,7 +267,7 @@ class MmaKernel:
         return tile.persistent and pays and room
 
     def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
-        """Tiles of queries that a block takes, for the least time of all."""
+        """Tiles of queries per block, for the least total time."""
         if not self.is_persistent(tile, problem):
             return 1
         heads = math.prod(problem.batch) * problem.num_heads
@@ -284,16 +282,18 @@ class MmaKernel:
 
         def time(rounds):
             waves = -(-tiles // rounds) * heads / slots
-            # Short blocks fill what others leave of the last wave.
+            # Short blocks fill the gaps that others leave in the last wave.
             waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
             return waves * (min(rounds, tiles) * length + _START)
 
         return min((1, 2), key=time)
 
     def is_aligned(self, problem: AttentionProblem) -> bool:
-        """Whether rows of 16-bit inputs are known to be whole chunks of 16 bytes."""
+        """Whether rows of 16-bit inputs are known to be whole 16-byte chunks."""
         in_chunks = (problem.head_dim | problem.head_dim_v) % 8 == 0
-        lengths = min(problem.seqlen_q, problem.seqlen_k)  # of one row, any stride
+        lengths = min(
+            problem.seqlen_q, problem.seqlen_k
+        )  # a single row may have any stride
         is_known = problem.dtype != "float32" and problem.no_tensor_map is None
         return in_chunks and lengths > 1 and is_known
 
@@ -306,7 +306,7 @@ class MmaKernel:
         return dim, dim_v
 
     def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
-        """The tiles that `device` holds, alike in block_n and warps_per_row."""
+        """The tiles that fit on `device`, with equal block_n and warps_per_row."""
         ladder = self.tiles[self._kind(problem), has_terms(problem)]
         whole = device.smem_optin + _RESERVED
         tiles = [
@@ -327,8 +327,8 @@ class MmaKernel:
     def tile(self, problem: AttentionProblem, device: Device) -> MmaTile:
         """The best tile that still gives every multiprocessor work.
 
-        Tiles alike in these sum a row in the same order, so that its bits do
-        not depend on the choice.
+        Tiles with the same block_n and warps_per_row sum a row in the same order, so
+        that its bits do not depend on the choice.
         """
         return largest_tile(
             self.fitting(problem, device),
@@ -340,7 +340,7 @@ class MmaKernel:
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[LaunchConfig, ...]:
-        """The launch, and where keys are split beforehand the one before it."""
+        """The launch, preceded by the one that splits keys in advance, if any."""
         tile = self.tile(problem, device)
         rounds = self.rounds(tile, problem, device.num_sms)
         config = self.config(tile, problem, batch_dims, rounds)
@@ -364,7 +364,7 @@ class MmaKernel:
         batch_dims: int,
         rounds: int = 1,
     ) -> LaunchConfig:
-        """The launch with a given tile, and tiles of queries a block."""
+        """The launch with a given tile, and tiles of queries per block."""
         switches = {
             **self._switches(tile, problem),
             "BLOCK_M": tile.block_m,
@@ -391,18 +391,18 @@ class MmaKernel:
         )
         heads = math.prod(problem.batch) * problem.num_heads
         num_blocks = -(-problem.seqlen_q // (tile.block_m * rounds))
-        # Heads once more along the third axis where they are many.
+        # Many heads are spread over the third axis as well.
         grid = num_blocks, min(heads, _GRID_Y), -(-heads // _GRID_Y)
         return LaunchConfig(variant, grid, (tile.num_threads,))
 
     def prepare_config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
     ) -> LaunchConfig:
-        """The launch that splits keys and values; lengths alone matter to it."""
+        """The launch that splits keys and values; only lengths matter to it."""
         threads = _PREPARE_THREADS
         switches = {
             **self._switches(tile, problem),
-            "BLOCK_M": threads // 2,  # of the products, which are not here
+            "BLOCK_M": threads // 2,  # for products, which it does not use
             "MIN_BLOCKS": 1,
         }
         variant = Variant(
@@ -420,7 +420,7 @@ class MmaKernel:
         )
 
     def _kind(self, problem: AttentionProblem) -> str:
-        """What is multiplied."""
+        """What is multiplied: the key of `tiles`."""
         if problem.dtype != "float32":
             return "float16"
         few = "" if self.is_prepared(problem) else " few"
@@ -443,7 +443,7 @@ _TWO_PARTS: _Ladder = (
     ),
     (256, ()),
 )
-# The same with terms, or where each block splits: both take registers, too.
+# The same with options, or if each block splits: both take registers.
 _TWO_PARTS_AND_MORE: _Ladder = (
     (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
     (128, (MmaTile(64, 32, 128),)),
@@ -458,12 +458,9 @@ _ONE_PART: _Ladder = (
 MMA = MmaKernel(
     name="mma",
     methods=("tiled", "auto"),
-    # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
-    # attention (docs/design/lab/results/mma_h200.json; above 128 columns
-    # attention_mma_lengths_h200.json).
+    # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
         ("float16", False): (
-            # 366.0; 3 blocks of 64 queries 296.4, one of 256 310.3
             (
                 64,
                 (
@@ -476,7 +473,6 @@ MMA = MmaKernel(
             (
                 128,
                 (
-                    # 393.8; 32 keys 313.5
                     MmaTile(
                         128,
                         64,
@@ -488,7 +484,7 @@ MMA = MmaKernel(
                         persistent=True,
                     ),
                     MmaTile(128, 64, 128, 2, 2, only_plain=True),
-                    # 400.3, but spills on sm_90 and 100; one block of 256 queries 371.0
+                    # It spills on sm_90 and sm_100.
                     MmaTile(
                         128,
                         64,
@@ -499,20 +495,19 @@ MMA = MmaKernel(
                         newest=(8, 0),
                         persistent=True,
                     ),
-                    MmaTile(128, 64, 256),  # 264.3
+                    MmaTile(128, 64, 256),
                     _SMALL,
                 ),
             ),
             (
                 256,
                 (
-                    # 358.2
                     MmaTile(
                         128, 64, 256, 1, warps_per_row=2, newest=(9, 0), persistent=True
                     ),
                     MmaTile(64, 64, 256, 1, warps_per_row=2, newest=(9, 0)),
-                    MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8
-                    MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
+                    MmaTile(128, 64, 256),
+                    MmaTile(64, 64, 128, oldest=(9, 0)),
                     MmaTile(64, 64, 128, only_plain=True),
                     MmaTile(64, 32, 128),
                 ),
@@ -529,8 +524,8 @@ MMA = MmaKernel(
             _TWO_PARTS_AND_MORE,
         ),
         ("tf32", False): (
-            (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),  # 228.0; one stage 220.7
-            # One stage 260.3, but spills 8 bytes; 32 keys 236.2, 256 threads 213.9
+            (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),
+            # With one stage it would spill.
             (128, (MmaTile(128, 64, 128, 2, 2), MmaTile(128, 64, 256), _SMALL)),
             (256, (MmaTile(64, 32, 128),)),
         ),

@@ -6,7 +6,7 @@ from cupyflash._cuda.launch_sequence import Steps
 
 
 def mma_steps(row, problem, operands, device) -> Steps:
-    """The mma kernel; of float32, before it one that splits keys and values."""
+    """The mma kernel; for float32 preceded by one that splits keys and values."""
     params, batch_dims, _ = pack_params(problem, operands)
     main, *prepare = row.configs(problem, batch_dims, device)
     rest = (*OPTIONS_AND_OFFSET, params)

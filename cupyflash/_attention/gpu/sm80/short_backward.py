@@ -1,4 +1,4 @@
-"""The kernel spec of gradients with few queries and keys an entry."""
+"""The kernel spec of gradients with few queries and keys per entry."""
 
 import math
 from dataclasses import dataclass
@@ -31,17 +31,17 @@ SHORT_GRADS = Struct(
 
 @dataclass(frozen=True)
 class MmaShortVjpKernel:
-    """All gradients of a head in one launch by mma.sync, its keys on chip at once.
+    """All gradients of a head in one launch by mma.sync, with all its keys on chip.
 
-    `registers` are those of most_registers(), by the largest of the head dimensions,
-    the queries and the keys.
+    `registers` belong to most_registers(), by the largest of head dimensions, queries
+    and keys.
     """
 
     name: str
     methods: tuple[str, ...]
     registers: dict[int, tuple[tuple[float, int], ...]]
     most_keys: int = 112  # more spill
-    # The same, and the head dimension of float32, where scores have options.
+    # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
     most_columns_with_options: int = 64
     fast: bool = True
@@ -49,7 +49,7 @@ class MmaShortVjpKernel:
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         forward = problem.forward
         reason = short_forward.unsupported_reason(forward, device, self.most_keys)
         if reason is not None:
@@ -77,24 +77,24 @@ class MmaShortVjpKernel:
         return None
 
     def warps(self, forward: AttentionProblem) -> int:
-        """Warps that share a head of k and v: one for each 16 queries, or keys."""
+        """Warps that share a head of k and v: one per 16 queries, or keys."""
         return in_tiles(max(forward.seqlen_q, forward.seqlen_k)) // ROWS
 
     def head_bytes(self, forward: AttentionProblem) -> int:
-        """smem_t of attention/sm80/short_backward.cu."""
+        """The size of smem_t of attention/sm80/short_backward.cu."""
         itemsize = ITEMSIZE[forward.dtype]
         queries, keys = in_tiles(forward.seqlen_q), in_tiles(forward.seqlen_k)
         rows = sum(matrix_bytes(queries + keys, n, itemsize) for n in dims(forward))
         weights = 2 * matrix_bytes(queries, keys, itemsize)
         warps = self.warps(forward)
-        # dk and dv of the query heads before, in float32.
+        # dk and dv of the previous query heads, in float32.
         kept = sum(dims(forward)) * 64 * warps if forward.group_size > 1 else 0
         return rows + weights + 16 * warps + kept
 
     def config(
         self, forward: AttentionProblem, batch_dims: int, device: Device
     ) -> LaunchConfig:
-        """The launch of the kernel that makes all gradients."""
+        """The launch of the kernel that computes all gradients."""
         queries, keys = in_tiles(forward.seqlen_q), in_tiles(forward.seqlen_k)
         largest = max(*dims(forward), queries, keys)
         registers = MOST_REGISTERS

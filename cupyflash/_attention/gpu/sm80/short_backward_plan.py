@@ -11,8 +11,8 @@ from cupyflash._cuda.launch_sequence import Steps, num_bytes
 def short_vjp_steps(row, problem, operands, device) -> Steps:
     """dq, dk and dv in one launch.
 
-    A gradient that is not finite may come from what is not seen, as 0 * NaN: then the
-    portable kernels make all of them again.
+    A gradient that is not finite may come from hidden keys, as 0 * NaN: the portable
+    kernels then compute all of them again.
     """
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)

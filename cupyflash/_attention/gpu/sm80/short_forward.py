@@ -1,4 +1,4 @@
-"""The kernel spec of attention with few queries and keys an entry."""
+"""The kernel spec of attention with few queries and keys per entry."""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant, by_threshold
 
-# Head dimensions that are compiled; zeros fill the rest.
+# Head dimensions that are compiled; zeros pad.
 DIMS = (16, 32, 64, 96, 128)
-# kRows of attention/sm80/short.cuh: queries of a warp, or keys.
+# kRows of attention/sm80/short.cuh: queries, or keys, per warp.
 ROWS = 16
-# Registers of a multiprocessor, and of a thread at most.
+# Registers per multiprocessor, and the most per thread.
 _REGISTERS, MOST_REGISTERS = 1 << 16, 255
-# Queries of an entry.
+# The most queries of an entry.
 MOST_QUERIES = 64
 _NARROW = 64
-# Warps that share a head at most.
+# The most warps that share a head.
 _MOST_WARPS = 4
 
 
@@ -47,7 +47,7 @@ def num_kv_heads(problem: AttentionProblem) -> int:
 def unsupported_reason(
     problem: AttentionProblem, device: Device, most_keys: int
 ) -> str | None:
-    """Why no kernel for short entries can take `problem`, or None."""
+    """Why no kernel for short entries supports `problem`, or None."""
     if device.cc < (8, 0):
         return f"needs sm_80 or newer, {device.name} is {device.arch}"
     if problem.dtype == "float64":
@@ -76,10 +76,10 @@ def most_registers(
     problem: AttentionProblem,
     device: Device,
 ) -> int:
-    """Registers of a thread, few where that lets more blocks run at once.
+    """Registers per thread, few if that lets more blocks run at once.
 
-    `ladders` hold for the size of an element what is enough on sm_90 without options,
-    by the largest side of the matrices.
+    `ladders` map the size of an element to what suffices on sm_90 without options, by
+    the longest side of the matrices.
     """
     if device.cc[0] != 9 or not is_plain(problem):
         return MOST_REGISTERS
@@ -96,9 +96,9 @@ def config(
     registers: int,
     **more,
 ) -> LaunchConfig:
-    """A launch of a block of `warps` for each head of k, which share `head_bytes`.
+    """A launch with one block of `warps` warps per head of k, which share `head_bytes`.
 
-    `registers` are those of a thread that no option takes more of.
+    `registers` are those of a thread without options.
     """
     num_threads = 32 * warps
     dim, dim_v = dims(problem)
@@ -123,10 +123,10 @@ def config(
 
 @dataclass(frozen=True)
 class MmaShortKernel:
-    """Attention by mma.sync where all keys of a head are on chip at once.
+    """Attention by mma.sync with all keys of a head on chip.
 
-    `most_keys` holds for the size of an element how many keys pay up to so many
-    queries, and `registers` are those of most_registers(), by the keys.
+    `most_keys` maps the size of an element to how many keys pay off up to a number of
+    queries; `registers` belong to most_registers(), by the keys.
     """
 
     name: str
@@ -138,7 +138,7 @@ class MmaShortKernel:
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         ladder = self.most_keys.get(ITEMSIZE[problem.dtype], ((MOST_QUERIES, 0),))
         queries = min(problem.seqlen_q, MOST_QUERIES)
         reason = unsupported_reason(problem, device, by_threshold(ladder, queries))
@@ -151,7 +151,7 @@ class MmaShortKernel:
         return reason
 
     def warps(self, problem: AttentionProblem) -> int:
-        """Warps that share a head of k and v: one for each 16 queries, up to 4."""
+        """Warps that share a head of k and v: one per 16 queries, up to 4."""
         tiles = problem.group_size * in_tiles(problem.seqlen_q) // ROWS
         return min(tiles, _MOST_WARPS)
 
@@ -173,7 +173,7 @@ class MmaShortKernel:
     ) -> tuple[LaunchConfig, ...]:
         """The launch, in a tuple of one."""
         keys = in_tiles(problem.seqlen_k)
-        if max(dims(problem)) > _NARROW:  # which takes what more keys take
+        if max(dims(problem)) > _NARROW:  # wide heads take the registers of many keys
             keys = max(keys, _NARROW)
         return (
             config(
@@ -195,8 +195,9 @@ MMA_SHORT = MmaShortKernel(
         2: ((48, 104), (64, 128), (math.inf, 224)),
         4: ((48, 168), (math.inf, 255)),
     },
-    # docs/design/lab/results/short_h200.json. Of 64 x 64 keys in 16 bits `hopper` is as
-    # fast, of more faster; of one query and 100 keys in float32 `tiled` is.
+    # Tuned on an H200: docs/design/lab/results/short_h200.json. For 64 x 64 keys in 16
+    # bits `hopper` is as fast, for more it is faster; for one query and 100 keys in
+    # float32 `tiled` is.
     most_keys={
         2: ((16, 112), (48, 64), (64, 48)),
         4: ((16, 32), (64, 64)),

@@ -19,14 +19,14 @@ from cupyflash._cuda.structs import Struct
 
 @dataclass(frozen=True)
 class HopperVjpTile:
-    """Queries of a block, blocks of a cluster, and how sums of dq leave.
+    """Queries of a block, blocks of a cluster, and how dq is summed.
 
-    `cluster_alone` is for dk and dv alone, where dq has a kernel of its own. With
-    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by
-    turns, else by that kernel: where all tiles of a head begin at one time, they wait
-    for each other. A section of heads takes `cache_share` of the L2 cache, where sums
-    have no order; where it `has_producer` such sums are those of a kernel with a
-    warpgroup for TMA.
+    `cluster_alone` is for dk and dv only, if dq has a kernel of its own. With at least
+    `turns_from` tiles of keys per multiprocessor, a fixed order of sums is kept by
+    semaphores, otherwise by that kernel: if all tiles of a head start at the same time,
+    they wait for each other. A section of heads takes `cache_share` of the L2 cache if
+    sums have no order; with `has_producer`, such sums belong to a kernel with a
+    producer warpgroup.
     """
 
     block_m: int
@@ -39,21 +39,21 @@ class HopperVjpTile:
 
 _Ladder = tuple[tuple[float, HopperVjpTile], ...]
 
-# Keys of a tile, and threads of a block; queries of a tile that makes dq alone.
+# Keys of a tile, and threads of a block; queries of a tile of the kernel for dq.
 BLOCK_N = 128
 TILE_M = 128
 _THREADS = 256
-_FEEDER_THREADS = 128  # more of them, where a warpgroup is for TMA
-_STATIC_BYTES = 5120  # bytes of shared memory beside tiles
-# The fewest blocks of queries of a part of an item: two parts cost five more than one.
+_FEEDER_THREADS = 128  # more of them, for a producer warpgroup
+_STATIC_BYTES = 5120  # bytes of shared memory other than tiles
+# The fewest blocks of queries of a part of a tile: two parts cost five more than one.
 _LEAST_PART = 6
 
-# How sums of dq come about: tiles of keys add to them in any order, or one after the
-# other; or a kernel of its own makes them.
+# How dq is summed: tiles of keys add to it in any order, or one after the other; or a
+# kernel of its own computes it.
 MIXED, TURNS, APART = "mixed", "turns", "apart"
-_FED = "_fed"  # the part that is the main kernel with a producer warpgroup
+_FED = "_fed"  # the main kernel with a producer warpgroup
 
-# Entries whose gradients of k and v are summed by one block: kMaxSummed.
+# The most entries whose gradients of k and v one block sums: kMaxSummed.
 _MOST_SUMMED = 128
 
 ROWS = Struct(
@@ -90,9 +90,9 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class HopperVjpKernel:
-    """Tensor cores fed by TMA, of 16-bit inputs on sm_90a.
+    """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    `tiles` holds for a head dimension as compiled two ladders, for queries that see all
+    `tiles` maps a head dimension as compiled to two ladders, for queries that see all
     keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
     there.
     """
@@ -106,7 +106,7 @@ class HopperVjpKernel:
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         forward = problem.forward
         largest = max(self.tiles)
         reason = gradient_limits.unsupported_reason(
@@ -125,7 +125,7 @@ class HopperVjpKernel:
         return None
 
     def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled; zeros fill the rest."""
+        """The head dimension as it is compiled; zeros pad."""
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in self.tiles if n >= widest)
 
@@ -142,7 +142,7 @@ class HopperVjpKernel:
     def dq_way(
         self, problem: AttentionVjpProblem, device: Device, num_kept: int
     ) -> str:
-        """How sums of dq come about: MIXED, TURNS or APART."""
+        """How dq is summed: MIXED, TURNS or APART."""
         if not problem.deterministic:
             return MIXED
         forward = problem.forward
@@ -152,24 +152,24 @@ class HopperVjpKernel:
 
     @property
     def num_warps(self) -> int:
-        """Of a block of the main kernel; each has its own part of a block of dq."""
+        """Warps of a block of the main kernel; each owns a part of a block of dq."""
         return _THREADS // 32
 
     def num_blocks(self, forward: AttentionProblem) -> int:
-        """Blocks of queries of one entry."""
+        """Blocks of queries per entry."""
         return -(-forward.seqlen_q // self.tile(forward).block_m)
 
     def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
-        """Tiles of keys of one entry; those of a cluster are one."""
+        """Tiles of keys per entry; those of a cluster count as one."""
         cluster = self.tile(forward, dq).cluster
         return -(-forward.seqlen_k // (BLOCK_N * cluster))
 
     def _smem(self, forward, dq=MIXED):
-        """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
+        """Bytes of k, v, stages of q and dO, two buffers of dS, statistics, and dq."""
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * BLOCK_N * 2
-        # On their way to TMA: dq of a block.
+        # Staging for TMA: dq of a block.
         sums = 2 * tile.block_m * row if tile.has_producer or dq == TURNS else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
@@ -229,7 +229,7 @@ class HopperVjpKernel:
         num_summed: int,
         dq: str,
     ) -> dict[str, Any]:
-        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        """How work tiles are divided, and units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward, dq)
         num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
         num_split, first_part = self.split(
@@ -241,7 +241,7 @@ class HopperVjpKernel:
         row_bytes = forward.seqlen_q * row * num_summed
         share = self.tile(forward, dq).cache_share
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
-        if dq == TURNS:  # measured: half of that was as fast or faster in all cells
+        if dq == TURNS:  # measured: half of that was at least as fast
             in_cache = -(-in_cache // 2)
         to_log2, hidden = gradient_limits.units(forward)
         return {
@@ -267,15 +267,15 @@ class HopperVjpKernel:
         num_blocks: int,
         dq: str,
     ) -> tuple[int, int]:
-        """How many items are cut in two, and blocks of queries of the first part.
+        """How many work tiles are cut in two, and blocks of queries of the first half.
 
-        Of equal items, of `num_blocks`, those that are left over when all
-        multiprocessors have had as many.
+        Of equal work tiles with `num_blocks` each, these are the ones left over when
+        every multiprocessor has had the same number.
         """
         if not self.tile(forward, dq).has_producer or sm90_forward.bounds_of(forward):
             return 0, 0
         left = num_items % device.num_sms
-        # Second parts, so many for one multiprocessor, take as long as a first part.
+        # Second halves, this many per multiprocessor, take as long as a first half.
         each = -(-left // (device.num_sms - left))
         first = -(-num_blocks * each // (each + 1))
         return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
@@ -283,10 +283,10 @@ class HopperVjpKernel:
     def cut(
         self, forward: AttentionProblem, device: Device, num_items: int, dq: str
     ) -> tuple[int, int]:
-        """How many items stay whole, and into how many pieces each other is cut.
+        """How many work tiles stay whole, and into how many pieces others are cut.
 
-        Those that are left when all multiprocessors have had as many as each other
-        would keep few of them busy; where items have one length and no order.
+        Those left over when every multiprocessor has had the same number would occupy
+        few of them; only if work tiles have the same length and no order.
         """
         bounds = sm90_forward.bounds_of(forward)
         if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
@@ -298,14 +298,14 @@ class HopperVjpKernel:
     def grid(
         self, forward: AttentionProblem, device: Device, num_items: int, dq: str
     ) -> int:
-        """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
+        """Blocks of the main kernel: one per multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
         return min(num_items, device.num_sms // cluster) * cluster
 
     def configs(
         self, forward: AttentionProblem, batch_dims: int
     ) -> Iterator[LaunchConfig]:
-        """Every launch but the fallbacks, in lengths that bring all tiles."""
+        """Every launch except the fallbacks, for lengths that reach all tiles."""
         ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
         for bound, _ in ladder:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))

@@ -12,14 +12,14 @@ from cupyflash._attention.gpu.sm90.operands import encoder
 from cupyflash._cuda.launch_sequence import At, Counter, PointersAndBytes, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
-_POINTERS = 3 * 8  # bytes of those that cut_t begins with
+_POINTERS = 3 * 8  # bytes of the pointers at the start of cut_t
 _NO_OPTIONS = (0,) * len(OPTIONS)
 _ENTRY_BYTES = sm90_backward.LOCATED.dtype().itemsize
 _PIECE_BYTES = 4 * 64 * 64  # of `pieces` in attention/sm90/backward.cuh
 
 
 def hopper_vjp_steps(row, problem, operands, device) -> Steps:
-    """Statistics, all gradients, dq to 16 bits, and fallbacks if they are asked for."""
+    """Statistics, all gradients, dq rounded to 16 bits, and fallbacks if requested."""
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     batch_dims = layout.batch_dims
@@ -59,20 +59,20 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         lambda maps, pointers: gradient_limits.INPUTS.pack({**schedule, **maps}),
     )
 
-    # Memory between the kernels, as attention/sm90/backward.cuh has it.
+    # Arrays between the kernels, as in attention/sm90/backward.cuh.
     num_entries = num_kept * num_summed
     num_blocks = row.num_blocks(forward)
-    # If dq has a kernel of its own, it needs none of this.
+    # Not needed if dq has a kernel of its own.
     sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
     in_turns = dq_way == sm90_backward.TURNS
     semaphores = num_slots * num_blocks * row.num_warps * in_turns
     num_items, num_split = (schedule[n] for n in ("num_items", "num_split"))
-    semaphores += num_split * row.num_warps * 2  # parts that have ended
+    semaphores += num_split * row.num_warps * 2  # halves that have finished
     num_whole, num_tiles = schedule["num_whole"], schedule["num_tiles"]
     num_cut = num_tiles * num_kept - num_whole
     scratch = {
         "found": FOUND_BYTES,
-        # _rows makes both 0 in one go.
+        # _rows clears both at once.
         "sums": 4 * (sums + semaphores),
         "parts": 4 * num_split * block_n * 2 * row.dim(forward),
         "stats": 4 * num_entries * num_blocks * block_m * 2,
@@ -83,11 +83,11 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
 
     def config(part, blocks):
         config = row.config(part, forward, batch_dims, blocks, dq_way)
-        return replace(config, overlaps=part != "_rows")  # which comes first
+        return replace(config, overlaps=part != "_rows")  # the first launch
 
     options = (*_NO_OPTIONS, "offset")
     params = make.params, make.grads(**entries)
-    # A block of threads of _rows has a quarter of the queries of a block.
+    # A block of _rows has a quarter of the queries of a block.
     launches = [
         (
             config("_rows", num_entries * num_blocks * 4),
@@ -133,6 +133,6 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         again.launch(("q", "k", "v", "dout", "lse", "delta"), "found")
         for again in fallbacks(forward, layout, device, overlaps=True)
     ]
-    # What _rows makes the maximum of has to be 0; the rest of found_t it sets.
+    # _rows needs zeros where it computes a maximum; it sets the rest of found_t.
     cleared = FOUND_BYTES if forward.dtype == "float16" else 0
     return Steps(launches, scratch, cleared)

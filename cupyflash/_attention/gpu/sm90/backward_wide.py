@@ -1,4 +1,4 @@
-"""The kernel spec of the gradient table for wide heads and options on sm_90a."""
+"""The kernel spec of gradients for wide heads and options on sm_90a."""
 
 import math
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import Struct
 
 BLOCK = 64  # queries of a block, keys of a tile
-TILE_M = 128  # queries of a tile that makes dq
-# Bytes of shared memory that a block may have, and those beside tiles at most: without
+TILE_M = 128  # queries of a tile of the kernel for dq
+# The most shared memory of a block, and the most of it other than tiles, without
 # options and with them.
 _SMEM, _STATIC = 232448, {False: 768, True: 1792}
-# Stages by kernel, from best to least: the first that fit are taken. They are those of
-# q, dO and terms, and of v and terms.
+# Stages by kernel, from best to least: the first that fit are used. Those of q, dO and
+# terms; those of v and terms.
 _STAGES = {
     "_wide_keys": ((3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1)),
     "_wide_queries": ((2, 2), (1, 2), (2, 1), (1, 1)),
@@ -61,7 +61,7 @@ def has_terms(forward: AttentionProblem) -> bool:
 
 
 def tiles_of_terms(forward: AttentionProblem) -> tuple[str, ...]:
-    """Which of bias and mask come by TMA, a tile at a time."""
+    """Which of bias and mask are loaded by TMA, a tile at a time."""
     if forward.terms == "keys":
         return ()
     return tuple(name for name in ("bias", "mask") if getattr(forward, name))
@@ -74,7 +74,7 @@ def can_make_dbias(forward: AttentionProblem) -> bool:
 
 
 def _bytes_of_terms(forward):
-    """Of 64 queries and 64 keys."""
+    """Bytes of the bias and mask of 64 queries and 64 keys."""
     names = tiles_of_terms(forward)
     sizes = (1 if name == "mask" else ITEMSIZE[forward.bias] for name in names)
     return BLOCK * BLOCK * sum(sizes)
@@ -90,19 +90,19 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class HopperWideVjpKernel:
-    """Tensor cores fed by TMA, for what the row `hopper` has no room for.
+    """wgmma and TMA, for what the row `hopper` does not support.
 
-    Those are head dimensions above its own, and options. Two kernels, seven products:
-    one owns keys (dk, dv), one queries (dq).
+    These are larger head dimensions, and options. Two kernels with seven products: one
+    owns keys (dk, dv), the other queries (dq).
     """
 
     name: str
     methods: tuple[str, ...]
-    above: int  # the largest head dimension that is left to the row `hopper`
-    dims: tuple[int, ...]  # as they are compiled; zeros fill up
+    above: int  # the largest head dimension left to the row `hopper`
+    dims: tuple[int, ...]  # as they are compiled; zeros pad
     softcap_up_to: int  # above this head dimension a softcap spills
-    # Up to this one `mma` is as fast with lengths, offsets and sinks; with terms of
-    # scores it has half the speed and less.
+    # Up to this one `mma` is as fast with lengths, offsets and sinks; with score
+    # options it has at most half the speed.
     terms_alone_up_to: int
     arch: str = "sm_90a"
     fast: bool = True
@@ -110,7 +110,7 @@ class HopperWideVjpKernel:
     def unsupported_reason(
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
-        """Why these kernels cannot take `problem` on `device`, or None."""
+        """Why these kernels do not support `problem` on `device`, or None."""
         forward = problem.forward
         largest = self.dims[-1]
         reason = gradient_limits.unsupported_reason(
@@ -159,12 +159,12 @@ class HopperWideVjpKernel:
         return None
 
     def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled; zeros fill the rest."""
+        """The head dimension as it is compiled; zeros pad."""
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in self.dims if n >= widest)
 
     def _stages(self, part, forward):
-        """The first stages that fit; the least if none do."""
+        """The first stages that fit; the last ones if none do."""
         most = _SMEM - _STATIC[not is_plain(forward)]
         ladder = _STAGES[part]
         fit = (n for n in ladder if self._smem_of(part, forward, n) <= most)
@@ -176,20 +176,20 @@ class HopperWideVjpKernel:
         return self._smem_of(part, forward, self._stages(part, forward))
 
     def _smem_of(self, part, forward, stages):
-        """The tiles, each of 64 rows, and what stands beside them."""
+        """Bytes of the tiles, each of 64 rows, and of what is next to them."""
         tile = BLOCK * 2 * self.dim(forward)
         *stages, of_terms = stages
         terms = of_terms * _bytes_of_terms(forward)
         if part == "_wide_keys":
-            # k and v without the columns that are held, stages of q and dO, statistics
+            # k and v without the columns in registers, stages of q and dO, statistics
             # of a stage, P
             stats, held = 4 * BLOCK, 2 * 64 * 2 * BLOCK
             weights = 4 * BLOCK * BLOCK
             num = sum(stages)
-            q_tile = max(tile, held)  # k and v come by a stage of q
+            q_tile = max(tile, held)  # k and v arrive through a stage of q
             tiles = 2 * tile - held + stages[0] * q_tile + stages[1] * tile
             return tiles + num * stats + weights + terms + 1024
-        # two of q and dO, two stages of k; terms of two blocks of queries
+        # q and dO of two warpgroups, two stages of k; terms of two blocks of queries
         return (6 + stages[0]) * tile + 2 * terms + 1024
 
     def config(
@@ -201,13 +201,14 @@ class HopperWideVjpKernel:
         makes_dbias: bool = False,
     ) -> LaunchConfig:
         """The launch of a part."""
-        # Statistics do not depend on columns; a power of two of threads makes a row's.
+        # Statistics do not depend on columns; a power of two of threads computes those
+        # of a row.
         dim = self.dims[-1] if part == "_rows" else self.dim(forward)
         more: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_M": BLOCK}
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
         else:
-            # What lengths hide, the device alone knows.
+            # Only the device knows what lengths hide.
             bounds = sm90_forward.bounds_of(forward)
             lengths = sm90_forward.has_lengths(forward)
             varies = lengths or forward.mask_function is not None
@@ -238,15 +239,15 @@ class HopperWideVjpKernel:
         return LaunchConfig.over(variant, num_blocks, _THREADS[part])
 
     def tile_lists(self, part: str) -> TileLists:
-        """Of what a mask function shows to the tiles that a kernel owns."""
+        """Lists of the tiles that a mask function shows to those of a kernel."""
         if part == "_wide_keys":
             return TileLists(BLOCK, 1, BLOCK, transposed=True, name="key_tile_lists")
         return TileLists(BLOCK, TILE_M // BLOCK, BLOCK, name="query_tile_lists")
 
     def rows_config(self, forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
-        """The launch that makes statistics; with options that of the row `mma`."""
+        """The launch that computes statistics; with options that of the row `mma`."""
         if is_plain(forward):
-            # A block of threads has an eighth of the queries of a block.
+            # A block has an eighth of the queries of a block of the main kernel.
             blocks = -(-forward.seqlen_q // BLOCK) * 8
             blocks *= math.prod(forward.batch) * forward.num_heads
             return self.config("_rows", forward, batch_dims, blocks)
@@ -257,7 +258,7 @@ class HopperWideVjpKernel:
     def configs(
         self, forward: AttentionProblem, batch_dims: int
     ) -> Iterator[LaunchConfig]:
-        """Every launch of a problem but the fallbacks."""
+        """Every launch of a problem except the fallbacks."""
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:
             yield self.config(part, forward, batch_dims, 1)
@@ -274,7 +275,7 @@ class HopperWideVjpKernel:
         num_kept: int,
         num_summed: int,
     ) -> dict[str, Any]:
-        """How the items of a kernel are cut, and units: fields of inputs_t."""
+        """How the work tiles of a kernel are divided, and units: fields of inputs_t."""
         columns = forward.head_dim + forward.head_dim_v
         if part == "_wide_keys":
             rows, tile = forward.seqlen_k, BLOCK

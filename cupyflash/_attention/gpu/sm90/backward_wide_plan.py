@@ -16,11 +16,11 @@ from cupyflash._attention.gpu.sm90.operands import encoder
 from cupyflash._cuda.launch_sequence import At, Step, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
-_COUNTERS = 128  # where those of the kernels stand, behind found_t; zeros at first
+_COUNTERS = 128  # offset of the kernels' counters, after found_t; zeros at first
 
 
 def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
-    """Statistics, dk and dv, dq, and fallbacks if they are asked for."""
+    """Statistics, dk and dv, dq, and fallbacks if requested."""
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     make = Kernels(row, forward, layout, device)
@@ -40,7 +40,7 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
     }
     slow = Kernels(simt_backward.FALLBACK, forward, layout, device)
     add_sinks, sink_terms = sinks(problem, slow)
-    # Memory between the kernels, as attention/sm90/backward.cuh has it.
+    # Arrays between the kernels, as in attention/sm90/backward.cuh.
     num_entries = math.prod(forward.batch) * forward.num_heads
     num_blocks = -(-forward.seqlen_q // backward_wide.BLOCK)
     scratch = {
@@ -81,7 +81,7 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
     for part in again:
         launches += part.launches(inputs, "found")
         scratch |= part.terms
-    # What nobody sees has no tile that writes zeros.
+    # Hidden scores belong to no tile that writes zeros.
     clears_dbias = makes_dbias and (
         sm90_forward.bounds_of(forward) > 0
         or sm90_forward.has_lengths(forward)
@@ -92,9 +92,9 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
 
 
 def _own(make: Kernels, part, names, encoders, number) -> Step:
-    """The kernel that makes some of the gradients; `number` is that of its counter."""
+    """The kernel for some of the gradients; `number` is the index of its counter."""
     row, forward, layout, device = make.row, make.forward, make.layout, make.device
-    # dbias is written beside dq, and does not decide what entries are kept.
+    # dbias is written together with dq, and does not decide which entries are kept.
     owners = tuple(n for n in names if n != "dbias")
     entries = gradient_layout.all_summed(layout, owners)
     targets = [layout.targets[name] for name in names]
@@ -119,7 +119,7 @@ def _own(make: Kernels, part, names, encoders, number) -> Step:
 
 
 def _makes_dbias(problem, layout):
-    """Whether the kernel of queries makes dbias: each score has a bias of its own."""
+    """Whether the kernel of queries computes dbias: each score has its own bias."""
     able = backward_wide.can_make_dbias(problem.forward)
     if not problem.need_dbias or not able:
         return False

@@ -1,4 +1,4 @@
-"""The kernel spec of the attention table for sm_90a: tensor cores and TMA."""
+"""The kernel spec of attention for sm_90a: wgmma and TMA."""
 
 import math
 from dataclasses import dataclass
@@ -37,20 +37,21 @@ from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import Struct
 
-# Queries, keys and columns of short sequences, and heads a multiprocessor of many.
+# Queries, keys and columns of short sequences, and the heads per multiprocessor of
+# many.
 _SHORT, _MANY = 64, 16
 
-# Keys that a split has at least.
+# The least keys of a split.
 _KEYS_OF_SPLIT = 256
 _COMBINE_THREADS = 128
-# Bytes of splits that the block which ends the last of them combines; of more, another
-# kernel with a block a row is faster.
+# With more bytes, splits are combined by another kernel, with one block per row, rather
+# than by the block that finishes last.
 _COMBINED_BY_A_BLOCK = 1 << 17
 
-# Shared memory beside which there is room for up to 10 KB of terms and barriers.
+# Leaves room for up to 10 KB of key terms and barriers.
 _MOST_STAGED = 217 << 10
 
-# Bytes of keys and values that the L2 cache holds.
+# Bytes of keys and values that stay in the L2 cache.
 _CACHED = 50 << 20
 
 CAP = Struct(
@@ -87,11 +88,11 @@ HOPPER_INPUTS = Struct(
     alignment=64,
 )
 
-# How far a score may pass its reference, as an exponent of 2.
+# How far a score may exceed its reference, as an exponent of 2.
 _LAZY_LOG2 = np.float32(8)
 
-# tanh(y) / y by y^2; with the first n coefficients, |y| up to limit n has a relative
-# error of 1e-7 at most.
+# tanh(y) / y as a polynomial in y^2; with the first n coefficients, the relative error
+# is at most 1e-7 for |y| up to limit n.
 _TANH_LIMITS = (0.0, 5e-4, 0.029, 0.11, 0.4)
 _TINY = float(np.finfo(np.float32).tiny)
 _TANH_COEFFICIENTS = (
@@ -104,16 +105,15 @@ _TANH_COEFFICIENTS = (
 
 @dataclass(frozen=True)
 class HopperKernel:
-    """Tensor cores fed by TMA, of 16-bit inputs on sm_90a.
+    """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    What `tiles`, `few`, `narrow` and `listed` hold stands over TILES, FEW, NARROW and
-    LISTED.
+    See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
     """
 
     name: str
     methods: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[Ladder, ...]]
-    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
     narrow: dict[tuple[int, int], HopperTile]
     listed: dict[tuple[int, int], HopperTile]
@@ -123,7 +123,7 @@ class HopperKernel:
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         if f"{device.arch}a" != self.arch:
             return f"needs {self.arch}, {device.name} is {device.arch}"
         if device.nvrtc < (12, 9):
@@ -158,26 +158,25 @@ class HopperKernel:
     def counts(
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         tile = self.tile(problem)
         num_items = self._num_tiles(problem, tile) * self.num_splits(problem, device)
         tiles_of_keys = -(-problem.seqlen_k // tile.block_n)
-        # Of a block, if its items are twice its share.
+        # Per block, with up to twice its share of work tiles.
         of_block = 2 * -(-num_items // device.num_sms) * tiles_of_keys
         return {
             "queries": (problem.seqlen_q, MOST_COUNTED),
             "keys": (problem.seqlen_k, MOST_COUNTED),
             "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
-            # Below the flag kCareful, also where blocks ask for one that is not there.
+            # Below the flag kCareful, also for the first number that is past the end.
             "tiles of queries": (num_items, MOST_COUNTED),
             "tiles of keys of a block": (of_block, (1 << 32) - 1),
         }
 
     def _are_short(self, problem, device):
-        """Whether the next row is faster: a block here has one tile at a time.
+        """Whether `mma_short` is faster: a block here has one tile at a time.
 
-        4096 x 4 heads, us there and here: 16 queries and keys of 64 columns 170, 240;
-        64 of 64 186, 233; 64 of 32 124, 230; of 128 columns 180, 171.
+        Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
         """
         longest = max(problem.seqlen_q, problem.seqlen_k)
         heads = math.prod(problem.batch) * problem.num_heads
@@ -207,7 +206,7 @@ class HopperKernel:
         return kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
 
     def pack(self, problem: AttentionProblem) -> int:
-        """Query heads of a group that stand side by side in the rows of a tile.
+        """Query heads of a group that are packed into the rows of a tile.
 
         As many as divide the group and whose queries all fit into the rows of one
         warpgroup: keys and values are then read once for all of them.
@@ -224,24 +223,24 @@ class HopperKernel:
         return max((n for n in range(1, most + 1) if group % n == 0), default=1)
 
     def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys, tile by tile, which the kernel makes itself."""
+        """The split of the keys by whole tiles, done by the kernel itself."""
         splits = self.num_splits(problem, device)
         return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
 
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
-        """Splits of the keys, where tiles of queries alone do not fill the device."""
+        """Splits of the keys, if tiles of queries alone do not fill the device."""
         tile = self.tile(problem)
         items = self._num_tiles(problem, tile)
         most = most_seen(problem) // _KEYS_OF_SPLIT
-        if problem.sinks is not None:  # which join in a block that combines
+        if problem.sinks is not None:  # sinks are added by a block that combines splits
             most = min(most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem))
-        # Splits are written and combined by vectors of 4 columns.
+        # Splits are written and combined in vectors of 4 columns.
         if most < 2 or problem.head_dim_v % 4:
             return 1
         return max(1, min(device.num_sms // items, most))
 
     def _bytes_of_split(self, problem):
-        """Of the results of a tile for one split of the keys."""
+        """Bytes of the results of a tile for one split of the keys."""
         rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
         return 4 * rows * problem.head_dim_v
 
@@ -252,12 +251,12 @@ class HopperKernel:
         return num_splits > 1 and size <= _COMBINED_BY_A_BLOCK
 
     def split_bytes(self, problem: AttentionProblem, device: Device) -> dict[str, int]:
-        """Of lse (float64) and out (float32) of all splits."""
+        """Bytes of lse (float64) and out (float32) of all splits."""
         rows = self.num_splits(problem, device) * math.prod(problem.lse_shape)
         return {"split_lse": 8 * rows, "split_out": 4 * problem.head_dim_v * rows}
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
-        """Whether blocks take their items from a counter: kDynamic of the kernel."""
+        """Whether blocks take work tiles from a counter: kDynamic of the kernel."""
         arrays = (
             problem.bias,
             problem.mask,
@@ -275,7 +274,7 @@ class HopperKernel:
         return heads * -(-problem.seqlen_q * pack // tile.block_m)
 
     def _ladder(self, problem):
-        """Tiles for a problem's head dimensions and kind; may be empty."""
+        """Tiles for the head dimensions and kind of a problem; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
         if problem.mask_function is not None and _weight_of_terms(problem) == 0:
@@ -291,12 +290,12 @@ class HopperKernel:
         return ladders[int(bounds_of(problem) > 0)]
 
     def _smem(self, problem):
-        """Tiles of q, the stages of k and v, what is staged of out."""
+        """Bytes of the tiles of q, the stages of k and v, and staging for out."""
         columns = self._staged_columns(problem)
         return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
 
     def _smem_of_tiles(self, problem):
-        """Tiles of q, the stages of k and v, and room to align them."""
+        """Bytes of the tiles of q and the stages of k and v, with room for alignment."""
         tile = self.tile(problem)
         row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)
@@ -307,14 +306,14 @@ class HopperKernel:
         return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
 
     def _staged_columns(self, problem):
-        """Columns of out that go through shared memory at a time, or 0."""
+        """Columns of out that are staged in shared memory at a time, or 0."""
         tile = self.tile(problem)
         if tile.num_groups == 1 or not tile.stage_out:
-            return 0  # of few rows, keys take all shared memory
+            return 0  # with few rows, keys take all shared memory
         if problem.has_functions:
             return 0
         if _adds_terms(problem) and not _is_cap_only(problem):
-            return 0  # terms of scores leave no registers for it
+            return 0  # options leave no registers for it
         head_dim_v = self._dims(problem)[1]
         columns = 64 if head_dim_v % 64 == 0 else 32
         size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
@@ -323,7 +322,7 @@ class HopperKernel:
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[LaunchConfig, ...]:
-        """The launch, and where keys are split another that combines the results."""
+        """The launch, followed by another that combines splits, if there is one."""
         config = self.config(self.tile(problem), problem, batch_dims, device)
         if self.num_splits(problem, device) == 1 or self.combines(problem, device):
             return (config,)
@@ -387,27 +386,29 @@ class HopperKernel:
         )
 
     def tile_lists(self, problem: AttentionProblem) -> TileLists:
-        """Of what a mask function shows to tiles of queries."""
+        """Lists of the tiles that a mask function shows to tiles of queries."""
         tile = self.tile(problem)
         first = 0
-        if bounds_of(problem) > 0 and tile.num_groups > 1:  # counted from the last
+        if (
+            bounds_of(problem) > 0 and tile.num_groups > 1
+        ):  # tiles are aligned to the last query
             first = -self._absent(problem, tile)
         return TileLists(HOPPER_GROUP_ROWS, tile.num_groups, tile.block_n, False, first)
 
     def _absent(self, problem, tile):
-        """Rows that a head's last tile of queries lacks, in whole warpgroups."""
+        """Rows by which a head's partial tile is short, in whole warpgroups."""
         spare = -problem.seqlen_q * self.pack(problem) % tile.block_m
         return spare // HOPPER_GROUP_ROWS * HOPPER_GROUP_ROWS
 
     def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
-        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        """How work tiles are divided, and units of exponents: fields of inputs_t."""
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
         num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
-        # Keys and values of a section stay in the L2 cache; sections are equal, since a
-        # small one at the end would not fill the device.
+        # Keys and values of a section stay in the L2 cache; sections have equal size,
+        # since a small one at the end would not fill the device.
         cache_bytes = int(device.l2_bytes * tile.cache_share)
         in_cache = cache_bytes // bytes_of_head * problem.group_size
         in_cache //= pack
@@ -418,7 +419,7 @@ class HopperKernel:
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,
             "num_blocks": num_blocks,
-            "absent": self._absent(problem, tile),  # these have nothing to do
+            "absent": self._absent(problem, tile),  # rows that do not exist
             "num_heads": num_heads,
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
@@ -428,18 +429,18 @@ class HopperKernel:
 
 
 def _num_kv_heads(problem):
-    """Key heads over all batch entries."""
+    """Heads of k over all batch entries."""
     return math.prod(problem.batch) * problem.num_kv_heads
 
 
 def _bytes_of_keys(problem):
-    """Of all keys and values."""
+    """Bytes of all keys and values."""
     row = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
     return _num_kv_heads(problem) * problem.seqlen_k * row
 
 
 def _weight_of_terms(problem):
-    """0 for a term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
+    """0 for one term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
     arrays = problem.bias, problem.mask
     lie_apart = 0
     if problem.terms != "keys":
@@ -455,7 +456,7 @@ def _weight_of_terms(problem):
         return 1 if _is_cap_only(problem) else 2
     if lie_apart + has_alibi > 1 or (lie_apart and has_lengths(problem)):
         return 3
-    # The bounds of a window and rows of a mask are more than there are registers for.
+    # Window bounds and mask rows together need too many registers.
     return 3 if lie_apart and problem.mask and problem.left is not None else 0
 
 
@@ -470,7 +471,7 @@ def _is_key_bias(problem):
     """Whether a bias of keys is added to the products: kKeyBias of the kernel."""
     others = (problem.mask, problem.alibi_slopes, problem.score, problem.mask_function)
     has_others = any(x is not None for x in others)
-    # Where float32 holds the sizes of a bias in units of the products, too.
+    # The scale must keep a bias in units of the products within float32.
     is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
     alone = problem.terms == "keys" and not has_others and is_plain
     return problem.bias is not None and alone
@@ -485,8 +486,8 @@ def _adds_terms(problem):
 
 
 def _exponents(problem):
-    """What makes scores exponents of 2, as a float32, and the way back to lse."""
-    if _is_cap_only(problem):  # they are exponents when they leave the softcap
+    """The factor from scores to exponents of 2, as a float32, and that back to lse."""
+    if _is_cap_only(problem):  # the softcap makes them exponents
         return {"to_log2": 1.0, "from_log2": math.log(2), "margin": _LAZY_LOG2}
     scale = 1.0 if _adds_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
@@ -500,11 +501,12 @@ def _exponents(problem):
 def cap_of(problem, in_log2=None):
     """cap_t of cuda_src/attention/score/softcap.cuh: the softcap as a polynomial.
 
-    Scores are exponents of 2 with `in_log2`; None: as the forward kernel has them.
+    Scores are exponents of 2 with `in_log2`; None: as in the forward kernel.
     """
     if not problem.softcap:
         return {}
-    # Beyond float32 every product but 0 is at the cap, and so it is by the largest.
+    # If float32 overflows, every product but 0 is at the cap, as it is with the largest
+    # number.
     largest = float(np.finfo(np.float32).max)
     inverse = np.float32(max(-largest, min(problem.scale / problem.softcap, largest)))
     if in_log2 is None:
@@ -513,7 +515,8 @@ def cap_of(problem, in_log2=None):
     with np.errstate(over="ignore", under="ignore", divide="ignore"):
         powers = np.float64(inverse) ** np.arange(1, 8, 2)
         coefficients = (unit * powers * _TANH_COEFFICIENTS).astype(np.float32)
-        # Those that float32 does not hold are left out, where that changes nothing.
+        # Coefficients out of the range of float32 are left out, if that changes
+        # nothing.
         held = np.isfinite(coefficients) & (np.abs(coefficients) >= _TINY)
         limit = _TANH_LIMITS[int(np.cumprod(held).sum())] if inverse else np.inf
         return {
@@ -532,7 +535,7 @@ def bounds_of(problem):
 
 
 def has_lengths(problem):
-    """Whether the device alone knows which keys queries see: kBandOfItem."""
+    """Whether only the device knows which keys queries see: kBandOfItem."""
     arrays = (problem.query_offsets, problem.query_lengths, problem.key_lengths)
     return any(x is not None for x in arrays)
 

@@ -12,7 +12,7 @@ from cupyflash._cuda.tensor_map import MappedInputs
 
 
 def hopper_steps(row, problem, operands, device) -> Steps:
-    """The Hopper kernel: tensor maps in place of pointers, tiles from a counter."""
+    """The Hopper kernel: tensor maps instead of pointers, work tiles from a counter."""
     params, batch_dims, fields = pack_params(problem, operands)
     tile = row.tile(problem)
     box_n = tile.box_n or tile.block_n
@@ -24,7 +24,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
     schedule = row.schedule(problem, device)
 
     def pack(maps, pointers):
-        """The kernel's parameter that depends on where q, k and v lie."""
+        """The parameter of the kernel that depends on the addresses of q, k and v."""
         own = {**schedule, **dict(zip("qkv", pointers, strict=True)), **maps}
         return HOPPER_INPUTS.pack(own)
 

@@ -1,4 +1,4 @@
-"""The kernel spec of the attention table for heads above 256 columns, on sm_90a."""
+"""The kernel spec of attention for heads above 256 columns, on sm_90a."""
 
 from dataclasses import dataclass
 
@@ -19,15 +19,15 @@ from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
-# Head dimensions are compiled in steps; zeros fill the rest.
+# Head dimensions are compiled in steps; zeros pad.
 _STEP = 64
-# Up to here other rows are faster, and above it no block holds the tiles.
+# Up to here other rows are faster; above the latter no block can hold the tiles.
 _NARROW, _WIDEST = 256, 576
 
-# Queries and keys of a tile, of 16 bits.
+# Queries and keys of a 16-bit tile.
 BLOCK = 64
 _NUM_THREADS = 256
-_BARRIERS = 32  # bytes, behind them
+_BARRIERS = 32  # bytes, after the tiles
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class HopperWideKernel:
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         if f"{device.arch}a" != self.arch:
             return f"needs {self.arch}, {device.name} is {device.arch}"
         if device.nvrtc < (12, 9):
@@ -63,7 +63,7 @@ class HopperWideKernel:
     def counts(
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many there may be."""
+        """What is counted in 32 bits: how many there are, and how many may be."""
         return {  # coordinates in tensor maps
             "keys": (problem.seqlen_k, MOST_COUNTED),
             "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
@@ -78,12 +78,12 @@ class HopperWideKernel:
         return dim, dim_v
 
     def smem(self, problem: AttentionProblem) -> int:
-        """Bytes of tiles of q, k, v and p, of a float a row and side, and more."""
+        """Bytes of tiles of q, k, v and p, of one float per row and side, and more."""
         dim, dim_v = self.dims(problem)
         return BLOCK * 2 * (2 * dim + dim_v + BLOCK) + 2 * 4 * BLOCK + _BARRIERS
 
     def is_mapped(self, problem: AttentionProblem, batch_dims: int) -> bool:
-        """Whether TMA brings k and v.
+        """Whether k and v are loaded by TMA.
 
         Above 512 columns of v there are no registers for it.
         """
@@ -91,7 +91,7 @@ class HopperWideKernel:
         return has_map and problem.seqlen_k > 0 and self.dims(problem)[1] <= 512
 
     def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys: a block has a multiprocessor."""
+        """The split of the keys: one block per multiprocessor."""
         return split_to_fill(problem, device, BLOCK, blocks_per_sm=1)
 
     def configs(

@@ -1,4 +1,4 @@
-"""What GPU kernels of attention ask of arrays: contiguous rows, and tensor maps."""
+"""Requirements of GPU kernels on arrays: contiguous rows, and tensor maps."""
 
 from cupyflash._attention.gpu.sm90.forward_tiles import HOPPER_GROUP_ROWS
 from cupyflash._cuda import tensor_map
@@ -24,7 +24,7 @@ def encoder(problem, fields, name, x, rows):
 
 
 def q_encoder(problem, fields, q, pack):
-    """The same of q, whose heads in groups of `pack` come next to its columns."""
+    """The same for q, with groups of `pack` heads next to its columns."""
     rows = HOPPER_GROUP_ROWS
     if pack == 1:
         return encoder(problem, fields, "q", q, rows)

@@ -19,12 +19,12 @@ METHODS = ("auto", "naive", "safe", "online", "tiled")
 _DLPACK_CUDA = (2, 13)
 
 
-# Classes of CuPy arrays that were seen: each call on a GPU begins with this question.
+# Classes of CuPy arrays seen so far: each call on a GPU starts with this question.
 _CUPY_CLASSES: set[type] = set()
 
 
 def is_cupy(x: Any) -> bool:
-    """Whether `x` is a CuPy array; who has one has imported CuPy."""
+    """Whether `x` is a CuPy array; whoever has one has imported CuPy."""
     kind = type(x)
     if kind in _CUPY_CLASSES:
         return True
@@ -36,7 +36,7 @@ def is_cupy(x: Any) -> bool:
 
 
 def lives_on_gpu(x: Any) -> bool:
-    """Whether `x` is a CuPy array or another object that offers CUDA memory."""
+    """Whether `x` is a CuPy array or another object that exports CUDA memory."""
     if isinstance(x, (np.ndarray, np.generic, numbers.Number, list, tuple)):
         return False
     return is_cupy(x) or _offers_dlpack_cuda(x) or _offers_cuda_interface(x)
@@ -55,7 +55,7 @@ def _offers_cuda_interface(x):
 
 
 def adopt(x: Any) -> Any:
-    """Return `x` as a NumPy or CuPy array, without a copy where it is an array."""
+    """Return `x` as a NumPy or CuPy array, without a copy if it is an array."""
     if isinstance(x, np.ndarray):
         return np.asarray(x)  # drops subclasses
     if is_cupy(x):
@@ -90,12 +90,12 @@ def _describe(x):
     return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
 
 
-# What marks a type of array, other than a file or an image that can be read as one.
+# What distinguishes an array type from a file or an image that can be read as one.
 _ARRAY_PROTOCOLS = (
     "__array_namespace__", "__array_function__", "__array_ufunc__", "__dlpack__",
 )  # fmt: skip
 
-# What to write instead, by the package that the type is from.
+# What to write instead, by the package of the type.
 _INSTEAD = {
     "dask": "use cupyflash.dask, which has softmax, log_softmax, logsumexp, attention "
     "and merge_attention_states for Dask arrays, or give x.compute()",
@@ -107,7 +107,7 @@ _INSTEAD = {
 
 
 def _refuse_other_arrays(x):
-    """Refuse arrays of other libraries in host memory: they would become NumPy's."""
+    """Refuse host arrays of other libraries: they would become NumPy arrays."""
     parts = x if isinstance(x, (list, tuple)) else (x,)
     for part in parts:
         if isinstance(part, (np.ndarray, np.generic, numbers.Number, list, tuple)):
@@ -138,7 +138,7 @@ def _adopt_as(name, x):
         return adopt(x)
     except ValueError as error:  # rows of a list that are not of one length
         raise ValueError(f"{name} cannot be made an array: {error}") from None
-    except (TypeError, BufferError) as error:  # what another library does not hand over
+    except (TypeError, BufferError) as error:  # what another library does not export
         raise TypeError(f"{name} cannot be made an array: {error}") from None
 
 
@@ -158,7 +158,8 @@ def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]
     }
     first = next(iter(arrays))
     if is_scalar(arrays[first]):
-        # A scalar alone is a NumPy array; beside GPU arrays it must be moved by hand.
+        # A scalar alone is a NumPy array; to go with GPU arrays it must be moved
+        # explicitly.
         arrays[first] = np.asarray(arrays[first])
     on_gpu = is_cupy(arrays[first])
     for name, x in arrays.items():
@@ -231,7 +232,7 @@ def broadcast_view(name: str, x: Any, shape: tuple[int, ...], meaning: str = "")
 
 
 def full(xp, value, like):
-    """A 0-d array of `value` beside `like`."""
+    """A 0-d array of `value` on the device of `like`."""
     if xp is np:
         return np.asarray(value)
     with like.device:
@@ -345,7 +346,7 @@ def overlaps_itself(x: Any) -> bool:
     """Whether two elements of an array share a byte."""
     if x.size == 0:
         return False
-    # Where each axis steps over all that the narrower ones reach, no two meet.
+    # If each axis steps over everything that the narrower ones reach, no two overlap.
     reach = x.itemsize
     for step, n in sorted(
         (abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1
@@ -389,7 +390,7 @@ def check_out(
 
 
 class _Addresses:
-    """The addresses of an array, as NumPy reads them; the memory is never touched."""
+    """The addresses of an array, as NumPy reads them; memory is never accessed."""
 
     def __init__(self, x):
         self.__array_interface__ = {
@@ -415,7 +416,7 @@ def share_memory(a: Any, b: Any) -> bool:
 def _share_memory(a, b, max_work=10_000):
     if a.size == 0 or b.size == 0:
         return False
-    # The exact answer can take long to find; the bounds decide then.
+    # The exact answer can take long; then the bounds decide.
     try:
         # NumPy's types know two special values of max_work only.
         return np.shares_memory(a, b, max_work=max_work)  # type: ignore[arg-type]

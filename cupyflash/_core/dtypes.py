@@ -1,4 +1,4 @@
-"""The dtypes of array elements: as kernels name them, and their sizes."""
+"""The dtypes of array elements: their names in kernels, and their sizes."""
 
 from typing import NamedTuple
 
@@ -30,5 +30,5 @@ CUDA_TYPES = {name: facts.cuda for name, facts in _TABLE.items()}
 ITEMSIZE = {name: facts.itemsize for name, facts in _TABLE.items()}
 TENSOR_MAP_TYPES = {name: facts.tensor_map for name, facts in _TABLE.items()}
 
-# What elements of so many bytes are moved as.
+# The word that moves an element of this many bytes.
 WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}

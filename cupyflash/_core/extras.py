@@ -1,4 +1,4 @@
-"""What to install for packages that only a part of the functions needs."""
+"""How to install packages that only some functions need."""
 
 
 def command(extra: str) -> str:

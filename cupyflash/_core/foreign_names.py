@@ -1,4 +1,4 @@
-"""Names of arguments in other packages, and what stands for them here."""
+"""Names of arguments in other packages, and their names here."""
 
 import inspect
 from collections.abc import Callable
@@ -100,7 +100,7 @@ _NAMES = {
 
 
 def refuse(function: str, unknown: dict[str, Any]) -> NoReturn:
-    """TypeError for arguments that a function has not, with the name of ours."""
+    """TypeError for unknown arguments, with the name that is meant."""
     name = next(iter(unknown))
     text = f"{function}() got an unexpected keyword argument {name!r}"
     if ours := _NAMES.get(function, {}).get(name):

@@ -20,7 +20,7 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
 
 
 def whole_vectors(columns: int, itemsize: int) -> int:
-    """Columns of a row that ends with a vector of 16 bytes."""
+    """Columns of a row padded to whole 16-byte vectors."""
     vector = 16 // itemsize
     return -(-columns // vector) * vector
 

@@ -1,1 +1,1 @@
-"""Devices, kernels, launches: what both operations share on a GPU."""
+"""Devices, kernels, launches: shared by all operations on a GPU."""

@@ -1,4 +1,4 @@
-"""Text and options -> a loaded kernel, remembered."""
+"""Compiles text and options to a loaded kernel, and caches it."""
 
 import contextlib
 import functools
@@ -14,30 +14,31 @@ from cupyflash._core import extras, threads
 from cupyflash._cuda import graphs, source
 from cupyflash._cuda.kernel import Variant
 
-# One for each kernel: those of one call are compiled side by side.
+# One per kernel, so that the kernels of one call compile in parallel.
 _locks: dict[tuple[Variant, int], threading.Lock] = {}
 
-# Clusters of up to 8 blocks run on any device that has clusters; a kernel with larger
-# ones has to say so: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED.
+# Clusters of up to 8 blocks run on any device that has clusters; larger ones must be
+# allowed: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED.
 _PORTABLE_CLUSTER = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 
 def get_kernel(variant: Variant, device_id: int):
     """The loaded kernel of `variant` on a device, which must be the current one."""
-    # One compilation for many threads that ask at once.
+    # One compilation for all threads that need it at once.
     with _locks.setdefault((variant, device_id), threading.Lock()):
         return _load(variant, device_id)
 
 
 def get_kernels(variants: Iterable[Variant], device_id: int) -> None:
-    """Load several at once, each in a thread: the compiler holds no lock of Python's.
+    """Load several at once, each in a thread: the compiler does not hold the GIL.
 
-    So the first call of a sequence takes as long as its slowest kernel, not as all.
+    So the first call of a sequence takes as long as its slowest kernel, not as all
+    together.
     """
     new = [v for v in dict.fromkeys(variants) if (v, device_id) not in _locks]
     if len(new) < 2 or graphs.is_capturing():
-        return  # whoever launches them loads them, or says why not
+        return  # the launch loads them, or reports the error
 
     def load(variant):
         with cupy.cuda.Device(device_id):
@@ -55,28 +56,28 @@ def _load(variant, device_id):
             f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
             "is captured: make the same call once before the capture, as a warm-up"
         )
-    # For each set of options that it has not seen, CuPy compiles an empty file first,
-    # which takes as long as a kernel from the cache: switches are part of the text.
+    # For each new set of options, CuPy compiles an empty file first, which takes as
+    # long as a kernel from the cache. So defines are part of the text.
     text = variant.prelude + source.load(variant.source, variant.generated)
     module = cupy.RawModule(code=text, options=variant.flags)
     kernel = _build(module, variant)
-    if variant.smem:  # which has to be asked for from 48 KiB on, static memory included
+    if variant.smem:  # must be allowed from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem
     if variant.cluster > _PORTABLE_CLUSTER:
         cupy.cuda.driver.funcSetAttribute(
             kernel.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
         )
-    # The Function underneath launches without RawKernel's per-call look-ups.
+    # The underlying Function launches without the look-ups of RawKernel.
     return kernel.kernel
 
 
 def _build(module, variant):
-    """Compile and load, and say in one sentence what stands in the way."""
+    """Compile and load; errors are explained in one sentence."""
     try:
         try:
             return _get_function(module, variant)
         except OSError as error:
-            if error.errno is None:  # not of the file system: a library is missing
+            if error.errno is None:  # not from the file system: a library is missing
                 raise
             with _cache_in_memory(error):
                 return _get_function(module, variant)
@@ -84,7 +85,7 @@ def _build(module, variant):
         cupy.cuda.compiler.CompileException,
         ImportError,  # no NVRTC
         OSError,
-        RuntimeError,  # a driver that does not know the code NVRTC made
+        RuntimeError,  # the driver does not know the code that NVRTC generated
     ) as error:
         raise RuntimeError(_explain(error, variant)) from None
 
@@ -97,7 +98,7 @@ def _get_function(module, variant):
 
 @contextlib.contextmanager
 def _cache_in_memory(error):
-    """Let CuPy compile without its cache folder, which cannot be used."""
+    """Let CuPy compile without its cache folder, which is unusable."""
     warnings.warn(
         f"the kernel cache folder cannot be used ({error}); kernels are compiled anew "
         "in each process. Set CUPY_CACHE_DIR to a folder that is writable",

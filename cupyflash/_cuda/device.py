@@ -1,22 +1,22 @@
-"""What a choice of kernel may depend on in a device, and the name of the driver."""
+"""Properties of a device that a choice of kernel may depend on; name of the driver."""
 
 import sys
 from dataclasses import dataclass
 
 
 def driver_library(platform: str = sys.platform) -> str:
-    """The CUDA driver, for calls of it that CuPy has no function for."""
+    """The CUDA driver, for functions of it that CuPy lacks."""
     return "nvcuda.dll" if platform == "win32" else "libcuda.so.1"
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a choice of kernel may depend on."""
+    """Properties that a choice of kernel may depend on."""
 
     name: str
     cc: tuple[int, int]  # compute capability
     num_sms: int
-    smem_optin: int  # bytes of shared memory that one block may ask for
+    smem_optin: int  # the most shared memory of a block
     nvrtc: tuple[int, int]  # version of the run-time compiler
     l2_bytes: int = 0
 
@@ -25,8 +25,8 @@ class Device:
         return f"sm_{self.cc[0]}{self.cc[1]}"
 
 
-# Shared memory that one block may ask for, by compute capability
-# (CUDA programming guide, table "technical specifications per compute capability").
+# The most shared memory of a block, by compute capability (CUDA programming guide,
+# table "technical specifications per compute capability").
 SMEM_OPTIN = {
     (7, 5): 65536,
     (8, 0): 166912,

@@ -1,4 +1,4 @@
-"""What outlives a call: memory that graphs write to, streams and their counters."""
+"""Objects that outlive a call: memory of graphs, streams and their counters."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ _PER_THREAD = 2  # cudaStreamPerThread, the handle of each thread's default stre
 # --- CUDA graphs ---------------------------------------------------------------------
 
 # Memory that kernels in CUDA graphs write to whenever they are replayed. Other memory
-# goes back to the pool, which gives it out again in the order of the stream.
+# goes back to the pool, which reuses it in stream order.
 _kept_for_graphs: list[Any] = []
 
 
@@ -34,11 +34,11 @@ def is_capturing(device_id=-1):
 
 
 def keep_if_capturing(memory):
-    """Keep what a kernel on the current stream will use, if it goes into a graph.
+    """Keep memory of a kernel on the current stream, if it is captured into a graph.
 
-    If not, the memory goes back to the pool, to be used by the same stream after the
-    kernel. The pool knows a stream by its handle, so the stream must not be destroyed
-    before it has nothing left to do: another one would get its handle.
+    Otherwise the memory goes back to the pool, to be reused by the same stream after
+    the kernel. The pool identifies a stream by its handle, so the stream must not be
+    destroyed before it is idle: another one would get its handle.
     """
     stream = _current_stream()
     ptr = stream.ptr
@@ -54,16 +54,16 @@ def _num_devices():
 
 
 def keeps_memory(function):
-    """Keep all memory that a captured call takes, that of its results included.
+    """Keep all memory that a captured call takes, including its results.
 
-    It sees each allocation, also those inside CuPy's array operations. A call that has
-    a plan does not come this way: it makes few arrays and keeps them itself, and its
-    result is the caller's to hold.
+    It sees every allocation, also those inside CuPy's array operations. A call with a
+    plan does not come here: it makes few arrays and keeps them itself, and its result
+    belongs to the caller.
     """
 
     @functools.wraps(function)
     def call(*args):
-        # The arrays may lie on a device that is not the current one.
+        # The arrays may be on a device that is not the current one.
         if any(is_capturing(device_id) for device_id in range(_num_devices())):
             with cupy.cuda.using_allocator(_keeping(cupy.cuda.get_allocator())):
                 return function(*args)
@@ -73,11 +73,11 @@ def keeps_memory(function):
 
 
 def _keeping(malloc):
-    """An allocator that keeps what it gives out for a graph."""
+    """An allocator that keeps what it allocates during a capture."""
 
     def alloc(size):
         memory = malloc(size)
-        if is_capturing():  # not so a stream that Counters make rows on
+        if is_capturing():  # not a stream on which Counters makes rows
             _kept_for_graphs.append(memory)
         return memory
 
@@ -88,11 +88,11 @@ def _keeping(malloc):
 
 
 class _Held:
-    """A stream, and the rows of Counters that its kernels count in.
+    """A stream, and the rows of Counters that its kernels use.
 
-    A stream is not known by its handle, which another one may have as soon as it is
-    destroyed, while kernels still run; nor a thread's default stream by the number of
-    the thread. So streams are held until they have nothing left to do.
+    A stream cannot be identified by its handle, which another one may get as soon as it
+    is destroyed, while its kernels still run; nor a thread's default stream by the
+    number of the thread. So streams are held until they are idle.
     """
 
     def __init__(self, stream=None):
@@ -112,19 +112,19 @@ _OURS = _num_references(_Held(object()))
 
 _lock = threading.Lock()
 _held: dict[int, _Held] = {}  # by id of the stream's object
-# Streams that other libraries keep, by the number that the driver gives only once. The
-# object that CuPy has for one is not held, only watched for its end.
+# Streams owned by other libraries, by the unique number that the driver gives them.
+# CuPy's object for one is not held, only watched for its end.
 _foreign: dict[int, _Held] = {}
 _watched: dict[int, Any] = {}
 _of_thread = threading.local()
 
-# So many streams may be held before we look which of them are left.
+# With more streams held, check which of them are no longer in use.
 _FEW = 32
 _most_held = _FEW
 
 
 def _held_of(stream):
-    """What is held of the current stream."""
+    """What is held for the current stream."""
     if stream.ptr == _PER_THREAD:
         try:
             return _of_thread.held
@@ -135,7 +135,7 @@ def _held_of(stream):
 
 
 def _hold(stream):
-    """Hold a stream that has not been seen."""
+    """Hold a stream that is new."""
     global _most_held
     key = id(stream)
     if stream is not cupy.cuda.Stream.null and not _is_owner(stream):
@@ -157,11 +157,12 @@ def _forget(key, _):
 
 
 def _let_go():
-    """Give up the streams that are left, and with them their rows."""
+    """Release the streams that are no longer in use, and their rows."""
     for key, held in list(_held.items()):
         if held.stream is None:
             continue
-        # Taken out first: who finds the stream again by now gets other rows.
+        # Removed first: a thread that finds the stream again from now on gets other
+        # rows.
         del _held[key]
         if not held.is_left():
             _held[key] = held
@@ -171,7 +172,7 @@ def _let_go():
 
 
 def _is_owner(stream):
-    """Whether the CUDA stream lives exactly as long as this object of CuPy's."""
+    """Whether the CUDA stream lives exactly as long as this CuPy object."""
     return (
         stream.ptr > _PER_THREAD
         and isinstance(stream, cupy.cuda.Stream)
@@ -180,7 +181,7 @@ def _is_owner(stream):
 
 
 class _HeldOfThread(_Held):
-    """The default stream of a thread; the rows are left when the thread ends."""
+    """The default stream of a thread; its rows are free when the thread ends."""
 
     def __init__(self):
         super().__init__()
@@ -206,17 +207,17 @@ class _HeldOfThread(_Held):
 class Counters:
     """Rows of zeros on a device; a kernel counts in one and leaves zeros.
 
-    Kernels that may run at one time must not share a row. So each stream has its own,
-    and each launch in a CUDA graph, which may be replayed on any stream.
+    Kernels that may run concurrently must not share a row. So each stream has its own,
+    and so has each launch in a CUDA graph, which may be replayed on any stream.
     """
 
-    _ROWS = 1 << 10  # that are made at a time
+    _ROWS = 1 << 10  # allocated at a time
 
     def __init__(self, device_id, numbers):
         self.device_id = device_id
-        self.free: list[int] = []  # addresses of rows that nobody has
-        self.left: list[tuple[Any, int]] = []  # by threads that ended, and when
-        self._bytes = -(-numbers // 2) * 8  # of a row: 8, and multiples
+        self.free: list[int] = []  # addresses of unused rows
+        self.left: list[tuple[Any, int]] = []  # from threads that ended, and when
+        self._bytes = -(-numbers // 2) * 8  # per row: a multiple of 8
         self._blocks: list[Any] = []  # the memory of all rows
 
     def of_current_stream(self):
@@ -230,7 +231,7 @@ class Counters:
         return held.rows.get(self) or self._row_for(held)
 
     def _row_for(self, held):
-        """The row of a stream that has none."""
+        """The row of a stream that has none yet."""
         with _lock, _beside_captures():
             if self not in held.rows:
                 held.rows[self] = self._take()
@@ -249,7 +250,7 @@ class Counters:
         return self.free.pop()
 
     def _grow(self):
-        """More rows, which are zeros before any stream sees them."""
+        """Add rows, which are zero before any stream sees them."""
         with (
             cupy.cuda.Device(self.device_id),
             cupy.cuda.Stream(non_blocking=True) as stream,
@@ -266,8 +267,8 @@ _counters: dict[Any, Counters] = {}
 
 @functools.cache
 def counters(device_id, numbers=2):
-    """Those of a device; `numbers` of 4 bytes in each row."""
-    # functools.cache may let two threads in at once: both get the same object.
+    """The counters of a device; `numbers` of 4 bytes per row."""
+    # functools.cache may run for two threads at once: both get the same object.
     return _counters.setdefault((device_id, numbers), Counters(device_id, numbers))
 
 
@@ -280,9 +281,9 @@ def _driver():
 
 
 def _unique_number(ptr):
-    """The number of a stream, which no other stream of the process ever has."""
+    """The number of a stream, unique within the process."""
     if ptr < _PER_THREAD:
-        return 0  # the default stream, of which there is one
+        return 0  # the default stream; there is only one
     number = ctypes.c_ulonglong()
     status = _driver().cuStreamGetId(ctypes.c_void_p(ptr), ctypes.byref(number))
     if status:
@@ -295,8 +296,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def _beside_captures():
-    """Let this thread allocate and query while streams are captured, this one too."""
-    # A thread has no context before it uses the runtime, and the driver wants one.
+    """Let this thread allocate and query during captures, also its own."""
+    # A thread has no context before it uses the runtime, and the driver needs one.
     cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
     mode = ctypes.c_int(_RELAXED)
     exchange = _driver().cuThreadExchangeStreamCaptureMode

@@ -1,4 +1,4 @@
-"""What a kernel table is made of: variants, launches, the choice of a kernel."""
+"""Building blocks of kernel tables: variants, launches, the choice of a kernel."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,37 +10,39 @@ from cupyflash._cuda.device import Device
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as it is compiled: an entry of a source under a set of switches."""
+    """One kernel as it is compiled: an entry of a source with a set of defines."""
 
     source: str  # below cuda_src/
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
     arch: str | None = None  # for a kernel bound to one architecture
     smem: int = 0  # bytes of dynamic shared memory
-    cooperative: bool = False  # all blocks run at once, to wait for one another
-    cluster: int = 1  # blocks of a cluster; more than 8 has to be asked for
+    cooperative: bool = (
+        False  # all blocks are resident, so that they can wait for each other
+    )
+    cluster: int = 1  # blocks per cluster; more than 8 must be allowed
     generated: str = field(default="", repr=False)  # CUDA that the source includes
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options of NVRTC, beside those that CuPy adds itself."""
+        """Options of NVRTC, in addition to those of CuPy."""
         language, lines, *arch = self.flags
         defines = [f"-D{name}={value}" for name, value in self.defines]
         return (language, lines, *defines, *arch)
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """The same without the switches, which `prelude` says, too."""
+        """The same without the defines, which are also in `prelude`."""
         flags = ("-std=c++17", "-lineinfo")
         return flags if self.arch is None else (*flags, f"-arch={self.arch}")
 
     @property
     def prelude(self) -> str:
-        """The switches as lines in front of the source."""
+        """The defines as lines before the source."""
         return "".join(f"#define {name} {value}\n" for name, value in self.defines)
 
 
-# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
+# The longest first axis of a grid in use; further blocks are along the second.
 _GRID_X = 1 << 30
 
 
@@ -51,12 +53,12 @@ class LaunchConfig:
     variant: Variant
     grid: tuple[int, ...]
     block: tuple[int, ...]
-    overlaps: bool = False  # may start before the kernel in front of it ends
-    scratch: int = 0  # bytes of memory that the launches of one call share
+    overlaps: bool = False  # may start before the previous kernel ends
+    scratch: int = 0  # bytes of memory shared by the launches of a call
 
     @classmethod
     def over(cls, variant: Variant, num_blocks: int, num_threads: int, **more):
-        """A grid along two axes, for kernels that read block_index()."""
+        """A grid with two axes, for kernels that use block_index()."""
         grid = min(num_blocks, _GRID_X), -(-num_blocks // _GRID_X)
         return cls(variant, grid, (num_threads,), **more)
 
@@ -70,7 +72,7 @@ class LaunchConfig:
 
 
 class KernelSpec(Protocol):
-    """What a kernel of a table accepts."""
+    """What a kernel of a table supports."""
 
     @property
     def name(self) -> str: ...
@@ -82,7 +84,7 @@ class KernelSpec(Protocol):
 
 
 def refuse_old_device(dtype: str, device: Device) -> str | None:
-    """The reason that all kernel specs share: an old card, or bfloat16 before sm_80."""
+    """Reasons common to all kernel specs: an old device, or bfloat16 before sm_80."""
     if dtype == "bfloat16" and device.cc < (8, 0):
         return f"bfloat16 needs sm_80 or newer, {device.name} is {device.arch}"
     return None
@@ -100,9 +102,9 @@ def select(
     *,
     name: str | None = None,
 ) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """The first kernel spec that takes `problem`, and why those before it did not.
+    """The first kernel spec that supports `problem`, and why those before it do not.
 
-    `name` forces one, whatever its methods (tests and benchmarks do that).
+    `name` forces one, whatever its methods (used by tests and benchmarks).
     """
     refused: list[tuple[str, str]] = []
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Launches: a compiled kernel, its grid, and its arguments as the driver wants them."""
+"""Launches: a compiled kernel, its grid, and its arguments in the driver's format."""
 
 import ctypes
 import functools
@@ -14,15 +14,15 @@ from cupyflash._cuda import compiler
 from cupyflash._cuda.device import driver_library
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 
-# Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
-# fastest.
+# Null pointers in a kernel's parameter list. Of all representations of 0, CuPy passes
+# this one fastest.
 NULL = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, 0), 0)
 
 
 _current_stream = cupy.cuda.get_current_stream
 
-# Launches of the driver. CuPy's own way makes an object of each argument, which takes
-# as long as the launch.
+# Launch functions of the driver. CuPy's own launch makes an object for each argument,
+# which takes as long as the launch.
 _driver = cupy.cuda.driver
 _launch_kernel = getattr(_driver, "launchKernel", None)
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -32,11 +32,11 @@ _DOES_NOT_FIT = (701, 720, 912)
 
 
 class DoesNotFitError(RuntimeError):
-    """The device cannot hold the blocks of a launch that have to run together."""
+    """The device cannot hold the blocks of a launch that must run together."""
 
 
 def _launch_cooperative(*args):
-    """As launchKernel, whose last parameter this entry of the driver does not have."""
+    """Like launchKernel, but without its last parameter."""
     _driver.launchCooperativeKernel(*args[:-1])
 
 
@@ -69,7 +69,7 @@ _OVERLAPS = _LaunchAttribute(6, 0, (ctypes.c_int * 16)(1))
 
 @functools.cache
 def _launch_kernel_ex():
-    """cuLaunchKernelEx of the CUDA driver, which CuPy has no call for."""
+    """cuLaunchKernelEx of the CUDA driver, which CuPy lacks."""
     launch = ctypes.CDLL(driver_library()).cuLaunchKernelEx
     launch.argtypes = (
         ctypes.POINTER(_DriverLaunchConfig),
@@ -81,7 +81,7 @@ def _launch_kernel_ex():
 
 
 def _launch_overlapping(kernel, gx, gy, gz, bx, by, bz, smem, stream, arguments, extra):
-    """As launchKernel, of a kernel that itself waits for the one before it."""
+    """Like launchKernel, for a kernel that itself waits for the previous one."""
     config = _DriverLaunchConfig(
         (gx, gy, gz), (bx, by, bz), smem, stream, ctypes.pointer(_OVERLAPS), 1
     )
@@ -93,9 +93,9 @@ def _launch_overlapping(kernel, gx, gy, gz, bx, by, bz, smem, stream, arguments,
 class Launch:
     """One kernel with everything but its arguments; compiled at the first call.
 
-    One that `overlaps` may start before the kernel in front of it in the stream ends;
-    it calls griddepcontrol_wait, and so does that one unless it is the first of a call.
-    The first launch of a call loads the kernels `of_call`, all at once.
+    A launch that `overlaps` may start before the previous kernel of the stream ends; it
+    calls griddepcontrol_wait, and so must the previous one unless it is the first of a
+    call. The first launch of a call loads the kernels `of_call`, all at once.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Launch:
         self.device_id = device_id
         self._kernel = None
         self._enqueue = None
-        # Argument lists that no thread is launching with.
+        # Argument lists that no thread is using.
         self._lists: list[Any] = []
 
     def __call__(self, *args):
@@ -126,10 +126,10 @@ class Launch:
         )
 
     def enqueue(self, *args):
-        """As a call, for arguments that are 64-bit integers or bytes; faster.
+        """Like a call, for arguments that are 64-bit integers or bytes; faster.
 
-        Integers are pointers as well as numbers, and bytes are structs that are passed
-        by value. Their kinds and sizes are the same in each call.
+        Integers are pointers or numbers, and bytes are structs passed by value. Their
+        kinds and sizes are the same in each call.
         """
         if self._enqueue is None and not self._prepare():
             self(*[np.frombuffer(x, f"V{len(x)}") if isinstance(x, bytes) else x
@@ -145,7 +145,7 @@ class Launch:
         self._lists.append(arguments)
 
     def before(self, rest):
-        """`enqueue` of arguments that end with `rest`, which is written but once."""
+        """`enqueue` for arguments that end with `rest`, which is written only once."""
         lists: list[Any] = []
 
         def enqueue(*first):
@@ -167,7 +167,7 @@ class Launch:
         return enqueue
 
     def _enqueue_at(self, address):
-        """Launch with the arguments whose addresses begin at `address`."""
+        """Launch with the arguments whose addresses start at `address`."""
         try:
             self._enqueue(_current_stream(self.device_id).ptr, address, 0)
         except _driver.CUDADriverError as error:
@@ -175,7 +175,7 @@ class Launch:
                 raise DoesNotFitError(f"{self.variant.source}: {error}") from None
             if error.status != _INVALID_CONTEXT:
                 raise
-            # The first use of the device by this thread.
+            # This thread uses the device for the first time.
             cupy.cuda.runtime.setDevice(self.device_id)
             self._enqueue(_current_stream(self.device_id).ptr, address, 0)
 
@@ -185,7 +185,7 @@ class Launch:
         return self._kernel
 
     def _prepare(self):
-        """Make the driver's launch ready; False if this CuPy does not offer it."""
+        """Prepare the driver's launch function; False if this CuPy lacks it."""
         if _launch_kernel is None:
             return False
         launch = _launch_kernel
@@ -204,7 +204,7 @@ class Launch:
 
 
 def describe(launch: Launch) -> dict[str, Any]:
-    """What a launch is made of, for explain()."""
+    """A launch in words, for explain()."""
     variant = launch.variant
     return {
         "source": f"cuda_src/{variant.source}",
@@ -217,10 +217,11 @@ def describe(launch: Launch) -> dict[str, Any]:
 
 
 def _argument_list(first, rest=()):
-    """Memory for arguments, after the addresses of each, as the driver wants them.
+    """Memory for arguments, after the address of each, in the driver's format.
 
-    (what writes arguments like `first`, where the addresses begin); `rest` is written.
-    It is for one launch at a time: other threads run while the driver reads it.
+    Returns what writes arguments like `first`, and where the addresses start; `rest` is
+    written. For one launch at a time, since other threads run while the driver reads
+    it.
     """
     args = (*first, *rest)
     words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
@@ -241,5 +242,5 @@ def _argument_list(first, rest=()):
 
 
 def empty(shape, dtype: str):
-    """Uninitialised memory from CuPy's current allocator, on the current device."""
+    """Uninitialized memory from CuPy's current allocator, on the current device."""
     return cupy.empty(shape, arrays.to_dtype(dtype))

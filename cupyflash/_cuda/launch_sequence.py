@@ -1,8 +1,8 @@
 """All launches of a call, as data: what runs, and where each argument comes from.
 
 Arguments are named. A name is a pointer or a number of the call, an array that it
-returns, or a part of the memory that it takes for itself; what is no name is passed as
-it is. So a kernel spec says what it launches, and one class makes every call.
+returns, or a part of the memory that it allocates for itself; anything else is passed
+unchanged. So a kernel spec lists its launches, and one class runs every call.
 """
 
 import functools
@@ -22,26 +22,26 @@ from cupyflash._cuda.launch import NULL, Launch
 
 
 class Result(NamedTuple):
-    """An array that a call returns, in new memory unless the caller has some."""
+    """An array that a call returns, in new memory unless the caller has one."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    axes: tuple[int, ...] | None = None  # which ones of `shape` those of the array are
-    fill: float | None = None  # of what no launch writes
+    axes: tuple[int, ...] | None = None  # the axes of `shape` that the array has
+    fill: float | None = None  # value of elements that no launch writes
 
     @property
     def nbytes(self) -> int:
         return num_bytes(self.shape, self.dtype)
 
     def maker(self) -> Callable[[], Any]:
-        """What makes it, as fast as can be."""
+        """The function that makes it, as fast as possible."""
         new = _new(self.shape, self.dtype)
         return new if self.axes is None else lambda: new().transpose(self.axes)
 
 
 @functools.cache
 def _constructor():
-    """CuPy's constructor of arrays without what looks at its arguments; None if other.
+    """CuPy's constructor of arrays without checks of its arguments; None if it changed.
 
     (what makes an object, what gives it shape, dtype, memory, strides and order.) CuPy
     documents neither, so they are tried once.
@@ -58,12 +58,12 @@ def _constructor():
 
 
 def _new(shape, dtype):
-    """What makes a new array in half the time of `cupy.ndarray(shape, dtype)`."""
+    """Makes an array in half the time of `cupy.ndarray(shape, dtype)`."""
     array = cupy.ndarray
     if (found := _constructor()) is None:
         return functools.partial(array, shape, dtype)
     allocate, initialize = found
-    # By its letter CuPy finds a dtype faster; not so one of ml_dtypes.
+    # CuPy finds a dtype faster by its letter, except those of ml_dtypes.
     letter = dtype.char if dtype.isbuiltin == 1 else dtype
 
     def new():
@@ -75,14 +75,14 @@ def _new(shape, dtype):
 
 
 class Argument(Protocol):
-    """What is found at each call, from the arguments before it."""
+    """Determined at each call, from the arguments before it."""
 
     def bind(self, place: Callable[[str], int], device_id: int) -> Callable[..., Any]:
-        """A function of the values of a call, which `place` tells the order of."""
+        """A function of the values of a call; `place` gives their order."""
 
 
 class Counter(NamedTuple):
-    """A row of zeros that the kernels of the current stream count in."""
+    """A row of zeros for the kernels of the current stream to count in."""
 
     numbers: int = 2  # of 4 bytes
 
@@ -93,7 +93,7 @@ class Counter(NamedTuple):
 
 
 class PointersAndBytes(NamedTuple):
-    """A struct that begins with pointers; the rest of it is the same in each call."""
+    """A struct that starts with pointers; the rest of it is the same in each call."""
 
     names: tuple[str, ...]  # "" is a null pointer
     rest: bytes
@@ -111,7 +111,7 @@ class PointersAndBytes(NamedTuple):
 
 
 class At(NamedTuple):
-    """A place inside memory between kernels."""
+    """An offset in the memory between kernels."""
 
     name: str
     offset: int  # in bytes
@@ -122,23 +122,23 @@ Step = tuple[LaunchConfig, tuple[Any, ...]]
 
 
 class Steps(NamedTuple):
-    """The launches of a kernel spec in their order, and the memory that they share."""
+    """The launches of a kernel spec in order, and the memory that they share."""
 
     launches: list[Step]
     scratch: Mapping[str, int] = MappingProxyType({})  # bytes by name
-    cleared: int = 0  # bytes at the start of it that are 0 first
-    zeros: tuple[str, ...] = ()  # results that are 0 first
+    cleared: int = 0  # bytes at its start that are zeroed first
+    zeros: tuple[str, ...] = ()  # results that are zeroed first
 
 
-# Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
-# and TMA writes lines of 128.
+# Alignment of sections of the memory between kernels: kernels read 16-byte vectors, and
+# TMA writes 128-byte lines.
 SECTION_ALIGNMENT = 256
 
 
 def sections(*sizes: int) -> tuple[tuple[int, ...], int]:
-    """(where each begins, bytes of all) for arrays that share one allocation.
+    """(offset of each, total bytes) for arrays that share one allocation.
 
-    `sizes` are in bytes, whatever their number is divisible by.
+    `sizes` are in bytes, and need not be multiples of anything.
     """
     starts, end = [], 0
     for size in sizes:
@@ -156,7 +156,7 @@ def num_bytes(shape: Iterable[int], dtype: Any) -> int:
 
 
 def fill(x, value):
-    """Fill an array, a new one of zeros without a kernel."""
+    """Fill an array; a new one of zeros without a kernel."""
     if value == 0:
         x.data.memset_async(0, x.nbytes)
     else:
@@ -199,7 +199,7 @@ class LaunchSequence:
         names = [*inputs, *results, *steps.scratch]
         places: dict[Any, int] = {name: n for n, name in enumerate(names)}
         assert len(places) == len(names), "a name stands for two arrays"
-        # Values behind those of the inputs and the first result.
+        # Values after those of the inputs and the first result.
         self._template: list[Any] = [0] * (len(names) - len(inputs) - 1)
         self._found: list[tuple[int, Callable[..., Any]]] = []
 
@@ -223,7 +223,7 @@ class LaunchSequence:
         makers: list[Any] = [None if x is None else x.maker() for x in results.values()]
         self._new_out, *others = makers
         self._absent: list[Any] = [None] * len(others)
-        # (which result, its place, what makes it)
+        # (which result, its position, what makes it)
         self._others = [(n, len(inputs) + n, new)
                         for n, new in enumerate(others, 1) if new]  # fmt: skip
         self._fills = [
@@ -235,18 +235,18 @@ class LaunchSequence:
             self._others or steps.scratch or self._fills or self._found
         )
         self._calls = self._with_fixed_written(arguments, len(inputs) + 1)
-        # What most calls of the softmax family are: one launch, of the pointers and of
-        # the result, in this order.
+        # Most calls of the softmax family: one launch, with the pointers and the result
+        # as its arguments, in this order.
         is_plain = not self._has_more and arguments == [[*range(len(places))]]
         self._only = self._calls[0][0] if is_plain else None
         self._too_near = _too_near(arrays, out, in_place)
-        # Pointers so far apart belong to arrays that do not meet.
+        # Arrays with pointers this far apart cannot overlap.
         self.reach = max(
             (max(-low, high) for _, low, high, _ in self._too_near), default=0
         )
 
     def _with_fixed_written(self, arguments, num_given):
-        """(launch, picker of what differs from call to call) by places of arguments."""
+        """(launch, picker of the arguments that vary between calls), by position."""
         of_call = {n for n, _ in (*self._sections, *self._found)}
         of_call |= {n for _, n, _ in self._others}
         fixed = {n: x for n, x in enumerate(self._template, num_given)
@@ -261,7 +261,7 @@ class LaunchSequence:
         return calls
 
     def may_overlap(self, out: int, pointers: Sequence[int]) -> bool:
-        """Whether the span of `out` meets that of an input; the checks decide then."""
+        """Whether the span of `out` overlaps an input's; the checks decide then."""
         for n, low, high, may_be_same in self._too_near:
             distance = pointers[n] - out
             if low < distance < high and (distance or not may_be_same):
@@ -280,8 +280,8 @@ class LaunchSequence:
             return [out]
         results = [out, *self._absent]
         values = [*pointers, out.data.ptr, *self._template]
-        # Memory between kernels is given back behind the launches: before, another
-        # thread on the same stream could get it.
+        # Memory between kernels is freed after the launches: earlier, another thread on
+        # the same stream could get it.
         scratch = self._find_more(values, results) if self._has_more else None
         for enqueue, pick in self._calls:
             enqueue(*pick(values))
@@ -289,7 +289,7 @@ class LaunchSequence:
         return results
 
     def _find_more(self, values, results):
-        """Add the other results, and what depends on them; memory between kernels."""
+        """Add the other results, what depends on them, and memory between kernels."""
         memory = None
         for n, place, new in self._others:
             x = results[n] = new()
@@ -317,9 +317,9 @@ def _picker(places):
 
 
 def _too_near(arrays, out, in_place):
-    """How far from the pointer of `out` that of an input makes their spans meet.
+    """The distances between the pointers of `out` and an input at which they overlap.
 
-    (place of the input, above, below, whether the two may be the same array)
+    (position of the input, above, below, whether the two may be the same array)
     """
     if out is None:
         return []

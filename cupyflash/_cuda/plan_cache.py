@@ -1,8 +1,8 @@
-"""Plans of calls that were made before."""
+"""Plans of earlier calls."""
 
 from typing import Any
 
-# Plans are small; a stream of ever new shapes must not keep them for ever.
+# Plans are small; but a stream of ever new shapes must not keep them forever.
 MAX_PLANS = 4096
 
 

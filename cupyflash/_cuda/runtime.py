@@ -1,4 +1,4 @@
-"""Facts of the devices of this machine."""
+"""Properties of the devices of this machine."""
 
 import functools
 
@@ -12,7 +12,7 @@ current_device = cupy.cuda.runtime.getDevice
 
 @functools.cache
 def device(device_id: int) -> Device:
-    """Facts of a device; RuntimeError for a card that the kernels cannot run on."""
+    """Properties of a device; RuntimeError if the kernels cannot run on it."""
     properties = cupy.cuda.runtime.getDeviceProperties(device_id)
     cc = properties["major"], properties["minor"]
     name = properties["name"].decode()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# A CUtensorMap as a kernel argument that is passed by value.
+# A CUtensorMap as a kernel argument passed by value.
 MAP = np.dtype("V128")
 
 _TYPES: dict[str, Any] = {
@@ -26,23 +26,23 @@ _TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Struct:
-    """A struct of a CUDA source, as NumPy packs it.
+    """A struct of a CUDA source, packed by NumPy.
 
-    A field is a type and the names that are declared with it, such as ``("index_t",
+    A field is a type and the names declared with it, such as ``("index_t",
     "size[kAxes]")``. The type may be another struct, or one with the arguments of its
-    template: ``((AXES, "kAxes", 2), "terms")``. That of a pointer ends with ``*``.
+    template: ``((AXES, "kAxes", 2), "terms")``. A pointer type ends with ``*``.
     """
 
     name: str
     source: str  # below cuda_src/
     fields: tuple[tuple[Any, ...], ...]
     template: tuple[str, ...] = ()
-    alignment: int = 1  # of which its size is a multiple
+    alignment: int = 1  # its size is a multiple
     base: "Struct | None" = None
 
     @functools.cache  # noqa: B019  structs are constants of modules
     def dtype(self, **sizes: int) -> np.dtype:
-        """The dtype where the constants that it names have these values."""
+        """The dtype for these values of the constants in it."""
         found: list[tuple[Any, ...]] = []
         if self.base is not None:
             inner = self.base.dtype(**sizes)
@@ -59,15 +59,15 @@ class Struct:
         return dtype
 
     def offset(self, name: str) -> int:
-        """Where a field stands, in bytes."""
+        """The offset of a field, in bytes."""
         fields = self.dtype().fields
         assert fields is not None
         return fields[name][1]
 
     def pack(self, fields: dict[str, Any], **sizes: int) -> bytes:
-        """It as one argument of `Launch.enqueue`; what is not in `fields` is 0.
+        """The struct as one argument of `Launch.enqueue`; fields not given are 0.
 
-        Those of a struct inside may stand among the others.
+        Those of a nested struct may be given among the others.
         """
         record = np.zeros(1, self.dtype(**sizes))
         if left := fields.keys() - _fill(record, fields):
@@ -76,7 +76,7 @@ class Struct:
 
 
 def _fill(record, fields):
-    """Write fields; the names of those that were found."""
+    """Write fields; returns the names of those that were found."""
     found = set()
     for name in record.dtype.names:
         if name not in fields:

@@ -1,7 +1,7 @@
 """Tensor maps: how TMA finds a tile of q, k or v.
 
 A map holds a pointer, the sizes and strides of up to five axes, and the box that one
-instruction brings. CuPy has no call for it, so the driver's own is used.
+instruction loads. CuPy has no function for it, so the driver's own is used.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from cupyflash._cuda.structs import MAP
 
 ITEMSIZE = 2  # of the types below
 _NO_INTERLEAVE, _PROMOTE_256, _ZEROS_OUTSIDE = 0, 3, 0
-# One row of a box is one row of the swizzle: 128 bytes, of bool 64.
+# A row of a box is a row of the swizzle: 128 bytes, for bool 64.
 BOX_COLUMNS = 64
 _COLUMNS = {"float32": 32}
 _SWIZZLE_128, _SWIZZLE_64 = 3, 2
@@ -29,7 +29,7 @@ MAX_BATCH_AXES = 2
 
 
 class Layout(NamedTuple):
-    """Sizes, and strides in bytes but for the first axis, innermost first."""
+    """Sizes, and strides in bytes except for the first axis, innermost first."""
 
     sizes: tuple[int, int, int, int, int]
     strides: tuple[int, int, int, int]
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 def unsupported_reason(
     ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = ITEMSIZE
 ) -> str | None:
-    """Why a map cannot hold (.., heads, rows, columns), strides in bytes; or None."""
+    """Why a map cannot describe (.., heads, rows, columns), strides in bytes; or None."""
     if ptr % _ALIGNMENT:
         return f"starts {ptr % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
     if shape[-1] > 1 and strides[-1] != itemsize:
@@ -54,9 +54,9 @@ def unsupported_reason(
 
 
 def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
-    """The map of (batch axes.., heads, rows, columns), of one or two batch axes.
+    """The map of (batch axes.., heads, rows, columns), with one or two batch axes.
 
-    Axes that are broadcast get length 1; the kernel reads them at coordinate 0.
+    Broadcast axes get length 1; the kernel reads them at coordinate 0.
     """
     columns, *rest = shape[::-1]
     sizes, steps = [columns], []
@@ -79,18 +79,18 @@ def _driver():
 
 
 def _use_the_device():
-    """Give this thread a context: the first of its calls has to."""
+    """Give this thread a context, before its first driver call."""
     from cupy.cuda import runtime
 
     runtime.setDevice(runtime.getDevice())
 
 
 class Encoder:
-    """Makes maps of arrays that differ in their pointer alone."""
+    """Makes maps of arrays that differ only in their pointer."""
 
     def __init__(self, dtype: str, where: Layout, box_rows: int, box_heads: int = 1):
         self._encode = _driver()
-        # Kernels of one call ask for the same, one after the other.
+        # Kernels of one call ask for the same map, one after another.
         self._last: tuple[int | None, Any] = None, None
         self._type = TENSOR_MAP_TYPES[dtype]
         self._sizes = (ctypes.c_uint64 * 5)(*where.sizes)
@@ -110,7 +110,7 @@ class Encoder:
 
     def _encoded(self, ptr):
         memory = np.empty(128 + 64, np.uint8)
-        start = -memory.ctypes.data % 64  # the driver wants a multiple of 64
+        start = -memory.ctypes.data % 64  # the driver needs a multiple of 64
         found = memory[start : start + 128]
         arguments = (
             ctypes.c_void_p(memory.ctypes.data + start),
@@ -139,16 +139,16 @@ class Encoder:
 
 
 class MappedInputs:
-    """A kernel's parameter that holds tensor maps, by the pointers of the arrays."""
+    """A kernel parameter that contains tensor maps, by the pointers of the arrays."""
 
-    _MOST = 256  # sets of pointers that are remembered
+    _MOST = 256  # sets of pointers that are cached
 
     def __init__(self, encoders: dict[str, Encoder], pack: Callable[..., Any]):
         self._encoders, self._pack = encoders, pack
         self._found: dict[tuple[int, ...], Any] = {}
 
     def bind(self, place, device_id):
-        """As an argument of a LaunchSequence, which gives the arrays their names."""
+        """An argument of a LaunchSequence, which names the arrays."""
         pick = itemgetter(*[place(name) for name in self._encoders])
         get, make = self._found.get, self.make
 
@@ -159,7 +159,7 @@ class MappedInputs:
         return find
 
     def make(self, pointers: tuple[int, ...]) -> Any:
-        """What `pack` makes of {name_map: map} and the pointers, remembered."""
+        """The result of `pack` for {name_map: map} and the pointers, cached."""
         if len(self._found) >= self._MOST:
             self._found.clear()
         encoders = self._encoders.items()

@@ -1,4 +1,4 @@
-"""Where the elements of a softmax problem lie: what a choice of kernel may look at."""
+"""The memory layout of a softmax problem, which a choice of kernel depends on."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from cupyflash._core import strides as _strides
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes over the rows and along a row, as few of each as can be, at least one.
+    """Axes over the rows and along a row, merged where possible, at least one of each.
 
-    The widest stride comes first. Strides count elements, by the name of the operand:
-    "x" (the y of a vjp), "dy", "b", "where", "out" and "sign". They are 0 where an
-    operand is absent or broadcast, and where a result has one number a row.
+    The largest stride comes first. Strides count elements, by the name of the operand:
+    "x" (the y of a vjp), "dy", "b", "where", "out" and "sign". They are 0 if an operand
+    is absent or broadcast, and for a result with one number per row.
     """
 
     outer_size: tuple[int, ...]
     outer_strides: Mapping[str, tuple[int, ...]]
     reduced_size: tuple[int, ...]
     reduced_strides: Mapping[str, tuple[int, ...]]
-    full: tuple[str, ...]  # the operands with a number an element, masks left out
-    # Whether x and out begin at a whole vector of 16 bytes: of softmax and log_softmax.
+    full: tuple[str, ...]  # the operands with one number per element, except masks
+    # Whether x and out are aligned to 16-byte vectors, for softmax and log_softmax.
     is_aligned: bool = True
 
     def spread(self, outer_axes: int, reduced_axes: int) -> "Layout":
-        """The same over so many axes, the further ones of length 1."""
+        """The same with this many axes, the further ones of length 1."""
 
         def padded(axes, count, fill):
             return (fill,) * (count - len(axes)) + axes
@@ -53,12 +53,12 @@ class Layout:
 
     @functools.cached_property
     def is_rows(self) -> bool:
-        """Whether neighbours along a row are neighbours in memory."""
+        """Whether rows are contiguous in memory."""
         strides = [self.reduced_strides[name] for name in self.full]
         return all(stride == (1,) for stride in strides)
 
     def is_in_vectors(self, vector: int) -> bool:
-        """Whether rows are whole vectors of so many neighbours, which are aligned."""
+        """Whether rows consist of whole, aligned vectors of this many elements."""
         if not self.is_aligned or self.reduced_size[-1] % vector:
             return False
         last = [self.reduced_strides[name][-1] for name in self.full]
@@ -71,7 +71,7 @@ class Layout:
 
     @functools.cached_property
     def inner(self) -> int:
-        """How many rows lie side by side, element by element; 1 if they do not."""
+        """How many adjacent columns there are; 1 if there are none."""
         if len(self.reduced_size) > 1 or self.is_rows:
             return 1
         names = {*self.full, "out"}
@@ -80,7 +80,7 @@ class Layout:
 
     @property
     def is_columns(self) -> bool:
-        """Whether rows lie side by side, as the columns of a matrix do."""
+        """Whether rows are adjacent columns, as in a matrix."""
         return self.inner > 1
 
 
@@ -91,7 +91,7 @@ def of(
     full: Sequence[str],
     is_aligned: bool = True,
 ) -> Layout:
-    """The layout of operands of one shape, of which the axes `reduced` are summed."""
+    """The layout of operands of one shape, whose axes `reduced` are summed."""
     outer = [axis for axis in range(len(shape)) if axis not in reduced]
     outer_size, outer_strides = _collapsed(shape, outer, strides)
     size, reduced_strides = _collapsed(shape, reduced, strides)
@@ -101,10 +101,10 @@ def of(
 
 
 def _collapsed(shape, axes, strides):
-    """The given axes as few as can be: sizes, and strides by operand.
+    """The given axes, merged where possible: sizes, and strides by operand.
 
-    No result depends on the order of axes among themselves, so they go by the strides
-    of the first operand: what lies together in memory becomes one axis.
+    No result depends on the order of axes among themselves, so they are sorted by the
+    strides of the first operand, which brings axes together that can merge.
     """
     axes = sorted(axes, key=lambda axis: [-abs(s[axis]) for s in strides.values()])
     size, collapsed = _strides.collapse(
@@ -117,7 +117,7 @@ def _collapsed(shape, axes, strides):
 
 
 def rows(num_rows: int, length: int, names: Sequence[str]) -> Layout:
-    """A made-up layout: rows back to back."""
+    """A made-up layout: adjacent contiguous rows."""
     return _made_up((num_rows, length), (1,), names)
 
 

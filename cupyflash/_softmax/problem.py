@@ -20,7 +20,7 @@ FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "softmax_vjp", "log_softmax_
 
 @dataclass(frozen=True)
 class SoftmaxProblem:
-    """What is asked, without the arrays."""
+    """A call, without the arrays."""
 
     function: str  # one of FUNCTIONS
     backend: str  # "numpy" or "cupy"
@@ -36,22 +36,22 @@ class SoftmaxProblem:
 
     @property
     def row_length(self) -> int:
-        """Elements that one sum runs over."""
+        """Elements per sum."""
         return prod(self.shape[a] for a in self.axes)
 
     @property
     def num_rows(self) -> int:
-        """How many sums there are."""
+        """The number of sums."""
         return prod(n for a, n in enumerate(self.shape) if a not in self.axes)
 
     @property
     def reduced_shape(self) -> tuple[int, ...]:
-        """Shape of one number a row, with the reduced axes kept as ones."""
+        """Shape with one number per row, with the reduced axes kept as ones."""
         return tuple(1 if a in self.axes else n for a, n in enumerate(self.shape))
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Shape of what the function returns."""
+        """Shape of the result of the function."""
         if self.function != "logsumexp":
             return self.shape
         if self.keepdims:
@@ -66,8 +66,8 @@ class SoftmaxProblem:
 class SoftmaxOperands(NamedTuple):
     """The arrays of a call, all of the problem's shape (broadcast views, no copies).
 
-    `x` is the input, or `y` of a vjp. `out` is what the caller gave, or None; for
-    logsumexp it has the result's shape.
+    `x` is the input, or `y` of a vjp. `out` is the array that the caller gave, or None;
+    for logsumexp it has the result's shape.
     """
 
     x: Any
@@ -78,7 +78,7 @@ class SoftmaxOperands(NamedTuple):
 
 
 def compute_dtype(*names: str) -> str:
-    """float32 for 16-bit and float32, float64 once anything else takes part."""
+    """float32 for 16-bit and float32, float64 if anything else takes part."""
     if any(n.startswith("complex") for n in names):
         return "complex128"
     return "float32" if all(n in _arrays.FLOATS[:3] for n in names) else "float64"
@@ -86,11 +86,10 @@ def compute_dtype(*names: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def split_scale(scale: float) -> tuple[float, float]:
-    """A factor of x, and one from 1 on of differences of the products.
+    """Split a scale into a factor of x and one, at least 1, of differences.
 
-    scale * x itself would be rounded, by more than 1 where it is large. The first
-    factor is a power of two at most 1, which rounds nothing, with the sign of the
-    scale, or 0.
+    scale * x itself would be rounded, by more than 1 if it is large. The first factor
+    is a power of two of at most 1, which is exact, with the sign of the scale; or 0.
     """
     if scale == 0:
         return 0.0, 1.0
@@ -103,11 +102,11 @@ _LOG2_E = "1.44269504088896340735992468100189213742664595415299"
 
 @functools.lru_cache(maxsize=64)
 def exponent_unit(factor: float, dtype: str) -> tuple[float, float]:
-    """factor * log2(e) as a number of `dtype`, and what that lacks, as a part of it.
+    """factor * log2(e) as a number of `dtype`, and its relative rounding error.
 
-    Kernels multiply it by up to 32; what would overflow then is cut off.
+    Kernels multiply it by up to 32; it is clamped so that this does not overflow.
     """
-    from fractions import Fraction  # takes milliseconds, and few calls need it
+    from fractions import Fraction  # slow to import, and few calls need it
 
     most = float(np.finfo(dtype).max) / 64
     exact = Fraction(min(factor, most)) * Fraction(_LOG2_E)
@@ -122,7 +121,7 @@ def _check_numeric(name, x):
     dtype = _arrays.dtype_name(x)
     if dtype in _arrays.FLOATS + _COMPLEX or x.dtype.kind in "biu":
         return
-    if x.dtype.kind in "fc":  # extended precision, which no sum here has
+    if x.dtype.kind in "fc":  # extended precision, which no sum supports
         known = _arrays.FLOATS if x.dtype.kind == "f" else _COMPLEX
         raise TypeError(
             f"{name} has dtype {dtype}; convert it to one of {', '.join(known)}"
@@ -144,7 +143,7 @@ def _natural_dtype(*arrays):
 
 
 def _with_number(x, number):
-    """The dtype of an array and a Python number, which widens to complex alone."""
+    """The dtype of an array and a Python number, which can only widen to complex."""
     if not isinstance(number, complex) or x.dtype.kind == "c":
         return _arrays.dtype_name(x)
     return "complex128" if x.dtype == np.float64 else "complex64"
@@ -247,7 +246,7 @@ def logsumexp(
     result = _natural_dtype(x) if b is None else _natural_dtype(x, b)
     if weak is not None and _is_inexact(x):
         result = _with_number(x, weak)
-        if xp is not np:  # whose kernels have one dtype of sums for both
+        if xp is not np:  # GPU kernels have one dtype of sums for both
             b = b.astype(result)
     problem = SoftmaxProblem(
         function="logsumexp",

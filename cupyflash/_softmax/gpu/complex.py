@@ -1,11 +1,11 @@
-"""Complex numbers, in array operations of CuPy."""
+"""Complex numbers, by array operations of CuPy."""
 
 import cupy
 import numpy as np
 
 
 def _run_complex(problem, operands):
-    """The formulas of SciPy in array operations: no kernel is worth its while here."""
+    """The formulas of SciPy in array operations; not worth a kernel."""
     x, where, axes = operands.x.astype(np.complex128), operands.where, problem.axes
     if problem.function == "logsumexp":
         return _complex_logsumexp(problem, x, operands)
@@ -57,7 +57,7 @@ def _complex_logsumexp(problem, x, operands):
         m = cupy.where(cupy.isfinite(m), m, 0)
         e = cupy.where(absent, 0, _parts_times(weight, cupy.exp(x - m)))
         total = e.sum(axis=problem.axes, keepdims=True)
-        # What is subtracted has no part in a sum that is infinite, or none.
+        # Nothing may be subtracted in an infinite sum.
         infinite = ~cupy.isfinite(total)
         plain = _parts_times(weight, cupy.exp(x))
         plain = cupy.where(absent, 0, plain).sum(axis=problem.axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""How launches are described, and what those of all kernels share."""
+"""Launch descriptions, and what all kernels share."""
 
 from dataclasses import replace
 
@@ -9,10 +9,10 @@ from cupyflash._cuda.structs import AXES, Struct
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
 
-# Threads of a block that holds several short rows.
+# Threads of a block with several short rows.
 BLOCK_THREADS = 128
 
-# Blocks of a grid; each takes more rows when there are more.
+# The most blocks of a grid; each takes more rows if there are more.
 MAX_BLOCKS = 1 << 20
 
 
@@ -21,7 +21,7 @@ _OVER_AXES = (
     ((AXES, "REDUCED_AXES", "kNumArrays"), "reduced"),
 )
 _ROWS = ("long long", "num_rows", "row_length")
-# What kernels are told of the layout, by the functions that they belong to.
+# The layout as kernels take it, by the functions that it belongs to.
 _FORWARD_LAYOUT = Struct(
     "layout_t",
     "softmax/detail/params.cuh",
@@ -50,14 +50,14 @@ LAYOUTS = {
 def launch_config(
     num_blocks, num_threads, values, *, num_groups=1, scratch=0, entry="", **more
 ):
-    """A launch; its source and its types are added by the kernel spec."""
+    """A launch; the kernel spec adds its source and its types."""
     variant = Variant("", entry, defines_of(values), **more)
     grid, block = (num_blocks, num_groups, 1), (num_threads, 1, 1)
     return LaunchConfig(variant, grid, block, scratch=scratch)
 
 
 def varied(config, grid=(), scratch=None, values=(), **more):
-    """The same launch but for its grid, its scratch memory, more defines and so on."""
+    """The same launch with another grid, scratch memory, more defines and so on."""
     defines = (*config.variant.defines, *defines_of(dict(values)))
     return replace(
         config,
@@ -80,20 +80,20 @@ def widest_of(problem):
 itemsize_of = dtypes.ITEMSIZE.__getitem__
 
 
-# Threads of a block that walks over a row, or over a part of one.
+# Threads of a block that loops over a row, or over a part of one.
 WALK_THREADS = 256
 
-# A row is cut into so many parts that each multiprocessor has about this many, if that
-# leaves each thread of a part some vectors; powers of two, to compile few kernels.
-# Sums: as many as run at once; with 16, of doubles, 0.86 instead of 0.93 at 2^20.
+# A row is split into so many parts that each multiprocessor has about this many, if
+# each thread of a part still has some vectors; powers of two, to compile few kernels.
+# For sums as many as run at once.
 PARTS_PER_SM, SUM_PARTS_PER_SM = 16, 2
 _MAX_PARTS = 4096
-_PART_VECTORS = 8  # a thread, at least
-PARTIAL_BYTES = 24  # what a part leaves behind, at most
+_PART_VECTORS = 8  # per thread, at least
+PARTIAL_BYTES = 24  # what a part stores, at most
 
 
 def num_parts(problem, device, vectors, parts_per_sm=PARTS_PER_SM):
-    """How many parts a row of so many vectors is cut into."""
+    """How many parts a row with this many vectors is split into."""
     most = vectors // (WALK_THREADS * _PART_VECTORS)
     wanted = device.num_sms * parts_per_sm // problem.num_rows
     return 1 << max(1, min(most, wanted, _MAX_PARTS)).bit_length() - 1

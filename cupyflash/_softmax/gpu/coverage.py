@@ -1,4 +1,4 @@
-"""What there is to compile for the softmax family."""
+"""What can be compiled for the softmax family."""
 
 import functools
 import itertools
@@ -18,7 +18,7 @@ from cupyflash._softmax.memory_layout import Layout
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
-    """(spec, variant) of what `device` would compile: all of it, or a sample."""
+    """(spec, variant) pairs that `device` may compile: all of them, or a sample."""
     found: dict[tuple[str, Variant], None] = {}
     problems_of = _everything if everything else _representative
     for spec in KERNELS:
@@ -30,7 +30,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
 
 @dataclass(frozen=True)
 class _Problem:
-    """A problem as far as a choice of kernel and its switches depend on it."""
+    """The part of a problem that a choice of kernel and its defines depend on."""
 
     function: str
     layout: Layout
@@ -86,7 +86,7 @@ def _everything(spec) -> Iterable[_Problem]:
     scales = (False, True) if spec.functions == FORWARD else (False,)
     masks = (False,) if spec.functions == BACKWARD else (False, True)
     for x, second in itertools.product(CUDA_TYPES, seconds):
-        # Many problems share a layout, which then finds out once what it is.
+        # Many problems share a layout, which caches its properties.
         layouts = [
             layout.spread(*axes)
             for layout in spec.shapes(x, second)
@@ -101,13 +101,13 @@ def _representative(spec) -> Iterable[_Problem]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
     function, other = spec.functions[0], spec.functions[-1]
     for x in CUDA_TYPES:
-        # All kernels convert in the same way: one of them shows every type.
+        # All kernels convert in the same way: one of them covers every type.
         if spec.fast or x in (*arrays.FLOATS, "int8"):
             layout = _closest(spec.shapes(x, _natural(x)), 1000)
             yield from _problems(spec, layout, x, _natural(x), False, False, other)
     for layout in list(spec.shapes("float32", "float32"))[:: 1 if spec.fast else 2]:
         yield from _problems(spec, layout, "float32", "float32", False, False, function)
-    # All switches at once, in the types that take the most registers of each kind.
+    # All switches at once, with the types that take the most registers of each kind.
     where, scaled = (
         spec.functions != BACKWARD,
         spec.functions == FORWARD,

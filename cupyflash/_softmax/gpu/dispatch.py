@@ -1,8 +1,7 @@
 """The softmax family on CuPy arrays.
 
-A call that was made before, with the same shapes, strides, dtypes and options, goes
-straight from a dictionary to the launch; any other passes the checks of
-`_softmax_problem` and leaves a plan behind.
+A repeated call, with the same shapes, strides, dtypes and options, goes directly from a
+dictionary to the launch. Any other passes the checks of `problem` and leaves a plan.
 """
 
 from cupyflash._cuda import graphs, plan_cache
@@ -35,7 +34,7 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None:
-        # A mask that is absent has some address, too: it is never read.
+        # An absent mask may have any address: it is never read.
         if where is None and (out is None or abs(at - onto) >= plan.reach):
             return plan((at, at), out)[0]
         pointers = at, at if where is None else where.data.ptr

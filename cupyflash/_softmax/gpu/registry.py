@@ -63,14 +63,14 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class SoftmaxKernel:
-    """One kernel: what it accepts and how it is launched.
+    """One kernel: what it supports and how it is launched.
 
     The name is also, after ``softmax_``, the entry point of its source.
     """
 
     name: str
     functions: tuple[str, ...]
-    # The launches for a problem on a device, or why the kernel cannot take it.
+    # The launches for a problem on a device, or why the kernel does not support it.
     heuristic: Callable[[Any, Device], tuple[LaunchConfig, ...] | str]
     # Made-up layouts that reach every step of its thresholds, for these dtypes.
     shapes: Callable[..., Iterable[Layout]]
@@ -82,12 +82,12 @@ class SoftmaxKernel:
         return _SOURCES[self.name]
 
     def unsupported_reason(self, problem: Any, device: Device) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
+        """Why this kernel does not support `problem` on `device`, or None."""
         found = self._found(problem, device)
         return found if isinstance(found, str) else None
 
     def configs(self, problem: Any, device: Device) -> tuple[LaunchConfig, ...]:
-        """What is launched, one after the other; nothing if that is unsupported."""
+        """The launches, in order; none if the problem is not supported."""
         found = self._found(problem, device)
         return () if isinstance(found, str) else self._named(problem, found)
 
@@ -126,7 +126,7 @@ class SoftmaxKernel:
 
 
 def _switches(problem):
-    """Types and options as -D, by the parameter list that the function belongs to."""
+    """Types and options as -D, by the parameter list of the function."""
     dtypes = problem.dtypes
     types = {"OUT_T": dtypes["out"], "ACC_T": problem.compute_dtype}
     flags = {}
@@ -163,11 +163,12 @@ KERNELS = (  # best first
     SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.HELD_ROWS, _TILED, fast=True),
     SoftmaxKernel("vjp_span", BACKWARD, span_pairs, shapes.SPANNED_PAIRS, fast=True),
     SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.HELD_PAIRS, fast=True),
-    # Few rows, and those of which all is read twice, pass through rings; else what is
-    # read twice is read from L2, if it can hold that.
+    # Few rows, and rows that would be read twice entirely, go through rings; otherwise
+    # the second read hits L2, if rows fit.
     SoftmaxKernel("vjp_stream", BACKWARD, stream_pairs, shapes.STREAMED, fast=True),
     SoftmaxKernel("vjp_trail", BACKWARD, trail_pairs, shapes.STREAMED, fast=True),
-    # Rows that do not fit on chip are read twice, the second time from L2 if they can.
+    # Rows that do not fit on chip are read twice, the second time from L2 if they fit
+    # there.
     SoftmaxKernel("trail", FORWARD, trail_rows, shapes.LONG_ROWS, _TILED, fast=True),
     SoftmaxKernel("split", FORWARD, split_rows, shapes.LONG_ROWS, _TILED),
     SoftmaxKernel("vjp_split", BACKWARD, split_rows, shapes.LONG_ROWS),
@@ -186,7 +187,7 @@ def select(
 ):
     """The kernel spec for a problem, and why those before it refused.
 
-    Specs named in `unfit` are passed over: the card could not hold their launch.
+    Specs named in `unfit` are skipped: the device could not hold their launch.
     """
     specs = [
         spec

@@ -10,12 +10,12 @@ from cupyflash._softmax.gpu.heuristics.rows import LANES
 from cupyflash._softmax.memory_layout import Layout
 
 _ARRAYS = ("x", "dy", "b", "where", "out", "sign")
-_MANY = 1 << 20  # rows that fill any card
-_FEW = 1 << 20  # the row length that stands for a long row that is alone
+_MANY = 1 << 20  # rows that fill any device
+_FEW = 1 << 20  # the length of a long row of its own
 
 
 def _rows_of(lengths):
-    """Rows back to back, for dtypes; `lengths` takes the first's bytes and the most."""
+    """Contiguous rows; `lengths` takes bytes of the first and of the widest dtype."""
 
     def layouts(*dtypes: str) -> Iterator[Layout]:
         sizes = [itemsize_of(name) for name in dtypes]
@@ -26,7 +26,7 @@ def _rows_of(lengths):
 
 
 def _steps(vector, configs):
-    """A length for each, a short one, and one with elements beside its vectors."""
+    """A length for each config, a short one, and one with elements outside vectors."""
     return [vector, 25 * vector + 1, *(config.vectors * vector for config in configs)]
 
 
@@ -98,7 +98,7 @@ COLUMNS = _columns_of(
     (1 << 5, 8192, 1024),
     (1, 4096, 1 << 15),
 )
-# That fill a card: wide or narrow, of few or many parts.
+# Enough to fill a device: wide or narrow, of few or many parts.
 SHARED_COLUMNS = _columns_of((1, 1024, 1 << 17), (1 << 13, 1024, 8), (1, 1 << 20, 96))
 # Few, of many elements.
 LONG_COLUMNS = _columns_of((1, 1 << 17, 7), (1, 1 << 17, 128))

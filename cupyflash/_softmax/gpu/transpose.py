@@ -1,8 +1,8 @@
-"""A result whose neighbours in memory are those of another axis than the input's.
+"""Results whose innermost axis is not that of the input.
 
 A kernel that reads along one axis and writes along another would do so element by
-element. Its result goes to new memory that lies as the input does, and from there by
-tiles to where it belongs.
+element. Its result goes to new memory in the layout of the input instead, and is then
+transposed by tiles.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,14 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
 
 _THREADS, _TILE = 256, 64  # of cuda_src/copy/transpose.cu
-# Elements from which a launch more takes less time than it saves.
+# With more elements, an additional launch takes less time than it saves.
 _WORTH = 1 << 16
-# Neighbours in memory, on either side, that fill enough of a tile: 33 of them 0.34
-# instead of 0.08 (16 bits), 7 of them 0.12 instead of 0.19.
+# Contiguous elements, on either side, that fill enough of a tile.
 _FEWEST = 16
 
 
 def variant(itemsize: int, outer_axes: int) -> Variant:
-    """What is compiled for elements of so many bytes."""
+    """The kernel for elements of this many bytes."""
     defines = (("ELEM_T", WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
     return Variant("copy/transpose.cu", "softmax_turn", defines)
 
@@ -42,9 +41,9 @@ TURN = Struct(
 def transpose_launch(
     shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
 ) -> tuple[LaunchConfig, bytes]:
-    """A copy of one shape from memory with some strides to memory with others.
+    """A copy of one shape between memory with different strides.
 
-    Strides count elements; along one axis of each neighbours lie side by side.
+    Strides count elements; each side has one contiguous axis.
     """
     size, steps = _strides.collapse(shape, strides)
     near = [steps[i].index(1) for i in range(2)]
@@ -69,7 +68,7 @@ def transpose_launch(
 def is_worth(
     shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
 ) -> bool:
-    """Whether a result with strides `given` is transposed, from those of `near`."""
+    """Whether a result with strides `given` is transposed from strides `near`."""
     if prod(shape) < _WORTH or itemsize not in WORDS:
         return False
     size, steps = _strides.collapse(shape, [near, given])
@@ -80,5 +79,5 @@ def is_worth(
 
 
 def compile_list() -> list[tuple[str, Variant]]:
-    """What there is to compile."""
+    """The kernels that can be compiled."""
     return [("turn", variant(size, axes)) for size in WORDS for axes in (1, 2)]

@@ -295,7 +295,7 @@ class HopperKernel:
         return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
 
     def _smem_of_tiles(self, problem):
-        """Bytes of the tiles of q and the stages of k and v, with room for alignment."""
+        """Bytes of the tiles of q and stages of k and v, with room for alignment."""
         tile = self.tile(problem)
         row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)

@@ -1,4 +1,4 @@
-"""Launches of kernels of columns, whose neighbours lie side by side."""
+"""Launches of kernels of columns."""
 
 import math
 
@@ -6,25 +6,24 @@ from cupyflash._core import arrays as _arrays
 from cupyflash._softmax.gpu import config as softmax_config
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-# Registers of a thread that hold elements, and threads that a multiprocessor is to
-# hold, for short columns. A vjp holds two arrays.
+# Registers per thread for elements, and threads per multiprocessor, for short columns.
+# A vjp holds two arrays.
 _HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
 _WALKING_THREADS = 512
-# Bytes of neighbouring columns in a tile of a short or a walked column.
+# Bytes of adjacent columns in a tile of a short column, or one that is looped over.
 _WIDTH = 128
-# Slabs of fewer vectors are one tile: they lie in one piece.
+# A slab with fewer vectors is one tile, since it is contiguous.
 _NARROW = 16
 _COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
 
-# Longer columns, whose blocks have 256 threads, three of them on a multiprocessor, or
-# 512, two of them. A thread has so many registers of elements, and bytes of more in
-# shared memory.
+# Longer columns: blocks have 256 threads, three per multiprocessor, or 512, two.
+# Registers per thread for elements, and bytes per thread in shared memory.
 _LONG_RESIDENT = {256: 768, 512: 1024}
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
 _LONG_PARKED = 160
-# Threads, bytes of neighbouring columns, best first, and blocks that may share a column
-# then. Wide tiles need more blocks a column, and those exchange more; doubles gain by
-# them where rows of a slab lie far apart.
+# Threads, bytes of adjacent columns (best first), and blocks that may then share a
+# column. Wide tiles need more blocks per column, which exchange more; doubles gain by
+# them if rows of a slab are far apart.
 _LONG_TILES = {
     "16 bits": ((256, 256, 1), (256, 128, 8), (512, 128, 8), (256, 128, 16)),
     "floats": ((256, 256, 16), (256, 128, 16)),
@@ -32,12 +31,12 @@ _LONG_TILES = {
     "others": ((256, 256, 1), (256, 128, 16)),
 }
 _NARROWEST = (256, 64, 16)
-_WIDE_SLAB = 64 << 10  # bytes of a row
+_WIDE_SLAB = 64 << 10  # bytes per row
 _COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
 
 
 def hold_columns(problem, device):
-    """Threads that hold tiles of neighbouring columns."""
+    """Threads that hold tiles of adjacent columns."""
     layout = problem.layout
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
@@ -57,23 +56,22 @@ def hold_columns(problem, device):
     return _column_config(problem, vector, *tile, resident)
 
 
-# Sums of columns in equal shares: threads of a multiprocessor, bytes of neighbouring
-# columns in a tile, and the most parts of such a tile; a warp merges up to so many, a
-# block more. Shared memory of a block that has room for batches of twice the rows,
-# batches of a lane that are worth a launch more, and rows of a lane that are worth a
-# tile of its own.
+# Sums of columns in equal shares: threads per multiprocessor, bytes of adjacent columns
+# in a tile, and the most parts of a tile that a warp merges; a block merges more.
+# Shared memory that a block needs for batches of twice the rows, batches per lane that
+# are worth another launch, and rows per lane that are worth a tile of its own.
 _SHARE_RESIDENT, _FEW_PARTS = 512, 8
 _SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
-# Where whole tiles leave so few warps idle each warp has whole ones, and nothing is
-# left to join.
+# If whole tiles keep this part of the warps busy, each warp has whole ones, and nothing
+# is left to merge.
 _SHARE_BUSY = 0.96
-# Rows that a lane works on at a time, by the size of an element.
+# Rows that a lane processes at a time, by the size of an element.
 _SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
 
 
 def share_columns(problem, device):
-    """Warps that have equal shares of the rows of all columns."""
+    """Warps with equal shares of the rows of all columns."""
     layout, x = problem.layout, problem.dtypes["x"]
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
@@ -92,7 +90,7 @@ def share_columns(problem, device):
         return f"fewer than {worth} elements are not worth a launch more"
     for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
-        # Whole warps, though some lanes of a narrow slab be idle.
+        # Whole warps, although some lanes of a narrow slab are idle.
         side = 1 << (side - 1).bit_length()
         tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
         share = -(-tiles * problem.row_length // warps)
@@ -107,7 +105,7 @@ def share_columns(problem, device):
     values = {"SHARES": warps, "WHOLE": int(whole)}
 
     def config(entry, threads, grid=()):
-        """The launch of groups of so many threads."""
+        """The launch with groups of this many threads."""
         (config,) = _column_config(
             problem, vector, side, threads // side, held, 0, 1, _SHARE_RESIDENT
         )
@@ -127,7 +125,7 @@ def share_columns(problem, device):
 
 
 def sum_columns(problem, device):
-    """Threads that walk down neighbouring columns, each with a sum a column."""
+    """Threads that loop down adjacent columns, with a sum for each column."""
     layout = problem.layout
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
@@ -148,18 +146,18 @@ def sum_columns(problem, device):
     )
 
 
-# Batches of a thread that are worth a block of their own, and the most blocks, all and
-# those of a column, that share long columns.
+# Batches per thread that are worth a block of their own; and the most blocks per
+# multiprocessor, and per column, that share long columns.
 _BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
-# Bytes of neighbouring columns in a tile, and rows of a thread at a time.
+# Bytes of adjacent columns in a tile, and rows per thread at a time.
 _SPLIT_WIDTH, _SPLIT_ROWS = 256, 8
 _SPLIT_ROWS_OF_SCALED_DOUBLES = 4  # with more they spill
 
 
 def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
-    """Threads that walk down neighbouring columns twice; columns of any length.
+    """Threads that loop down adjacent columns twice; columns of any length.
 
-    A tile has `width` bytes of neighbouring columns, a thread `rows` rows at a time.
+    A tile has `width` bytes of adjacent columns, a thread `rows` rows at a time.
     """
     layout = problem.layout
     if not layout.is_columns:
@@ -170,7 +168,7 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
     vector = _vector(layout, 16 // widest)
     held = rows if vector > 1 else 8
     side = _side(-(-layout.inner // vector), width // (vector * widest))
-    # Also where a column is short (online is asked for), its threads fill a warp.
+    # Even if a column is short (method="online"), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
     cluster = 1
     if may_cluster:
@@ -210,7 +208,7 @@ def split_columns(problem, device):
 
 
 def _cluster_of(problem, columns, rows, device):
-    """Blocks that share a column of more than `rows` rows where there are few tiles."""
+    """Blocks that share a column of more than `rows` rows if there are few tiles."""
     inner = problem.layout.inner
     tiles = problem.num_rows // inner * -(-inner // columns)
     cluster = 1
@@ -225,9 +223,9 @@ def _cluster_of(problem, columns, rows, device):
 
 
 def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident):
-    """The launch for tiles of `side` vectors, with `deep` threads down each column.
+    """The launch for tiles of `side` vectors, with `deep` threads along each column.
 
-    Each has `held` rows in registers and `in_smem` in shared memory.
+    Each thread has `held` rows in registers and `in_smem` in shared memory.
     """
     layout = problem.layout
     group = side * deep
@@ -257,7 +255,7 @@ def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident
 
 
 def _vector(layout, most):
-    """Columns that can be moved as one: all strides are multiples of that."""
+    """Columns that can be moved together: all strides are multiples of that."""
     steps = [layout.inner]
     for name in layout.full:
         steps += (*layout.outer_strides[name][:-1], *layout.reduced_strides[name])
@@ -265,7 +263,7 @@ def _vector(layout, most):
 
 
 def _registers(problem, vector):
-    """Registers that one vector of each operand takes, masks and scales included."""
+    """Registers per vector of each operand, including masks and scales."""
     total = 0
     for name in ("x", "dy"):
         if dtype := problem.dtypes.get(name):
@@ -292,7 +290,7 @@ def _side(num_vectors, wide):
 
 
 def _tile(length, held, num_vectors, vector_bytes):
-    """Short columns: threads side by side and along a column, rows of each."""
+    """Short columns: threads side by side and along a column, and rows per thread."""
     if length <= held:
         return 1, 1, length, 0, 1
     need = -(-length // held)
@@ -306,9 +304,9 @@ def _tile(length, held, num_vectors, vector_bytes):
 
 
 def _long_tile(problem, held, vector, vector_bytes, device):
-    """The same for longer ones: also rows that are in_smem, and blocks a cluster.
+    """The same for longer ones: also rows in shared memory, and blocks per cluster.
 
-    Before it, the threads that a multiprocessor is to hold.
+    The first number is that of threads per multiprocessor.
     """
     num_vectors = -(-problem.layout.inner // vector)
     arrays = 2 if problem.dtypes.get("dy") else 1
@@ -316,16 +314,16 @@ def _long_tile(problem, held, vector, vector_bytes, device):
     row_bytes = vector * _held_bytes(problem)
     most = held + _LONG_PARKED // row_bytes // 2 * 2
     if problem.dtypes.get("where"):
-        most = min(most, 64 // vector)  # a bit an element
+        most = min(most, 64 // vector)  # one bit per element
     tiles = (*_LONG_TILES[_kind(problem, vector_bytes // vector)], _NARROWEST)
     if device.cc < (9, 0):
-        # No clusters, but all of the shared memory for one block.
+        # No clusters, but a single block with all of the shared memory.
         tiles = (
             *((256, width, 1) for _, width, _ in tiles),
             (256, 64, 0),
             (256, 32, 0),
         )
-    # Large blocks take more than all of a small shared memory, and masks more registers
+    # Large blocks need more than a small shared memory, and with masks more registers
     # than their threads have.
     may_be_large = device.smem_optin >= _SHARE_ROOM and not problem.dtypes.get("where")
     for threads, width, blocks in tiles:
@@ -347,7 +345,7 @@ def _long_tile(problem, held, vector, vector_bytes, device):
 
 
 def _kind(problem, widest):
-    """Which of _LONG_TILES; `widest` are the bytes of the widest element."""
+    """The key of _LONG_TILES; `widest` are the bytes of the widest element."""
     dtypes = problem.dtypes
     if dtypes.get("dy"):
         return "others"
@@ -360,7 +358,7 @@ def _kind(problem, widest):
 
 
 def _deep(side, need):
-    """At least `need` threads along a column, with whole warps if a warp holds some."""
+    """At least `need` threads along a column, in whole warps if a warp has several."""
     if side >= 32 or not _is_power_of_two(side):
         return need
     step = 32 // side

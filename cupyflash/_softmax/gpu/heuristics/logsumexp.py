@@ -1,4 +1,4 @@
-"""Launches of kernels for sums of rows, of which one number is left."""
+"""Launches of kernels that reduce rows to one number."""
 
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel
@@ -16,10 +16,10 @@ from cupyflash._softmax.gpu.config import (
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-# Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
-# of rows that are held as a whole; by the size of an element. A lane that has fewer
-# than eight vectors, or four of 16-bit elements, has those of several rows. One lane
-# alone takes each log once.
+# Vectors of 16 bytes up to -> (lanes per row, vectors per lane, sets of rows), for rows
+# that are held as a whole; by the size of an element. A lane with fewer than eight
+# vectors, or four of 16-bit elements, has those of several rows. A single lane computes
+# each log only once.
 _ALONE = ((1, (1, 1, 2)), (2, (1, 2, 1)), (3, (1, 3, 2)), (4, (1, 4, 1)))
 SUMS = {
     2: (
@@ -38,20 +38,20 @@ SUMS[8] = SUMS[4]
 # The same for 5 to 8 whole vectors of 16-bit elements.
 _WHOLE_SUM = (2, 4, 2)
 
-# A warp walks over rows of up to so many vectors, a block over longer ones.
+# A warp loops over rows of up to this many vectors, a block over longer ones.
 WARP_SUM = 4096
-# Vectors that a lane asks for together, by the size of an element. All blocks run at
-# once, and go on to their next row with its loads under way.
+# Vectors that a lane loads together, by the size of an element. All blocks are
+# resident, and load their next row in advance.
 _DEEP = 8
 _WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
 
 
-# Threads of a multiprocessor that are to have registers, of lanes that are alone.
+# Threads per multiprocessor that registers must suffice for, with single lanes.
 _ALONE_THREADS = {(1, 2): 896, (2, 1): 1024, (3, 2): 512, (4, 1): 512}
 
 
 def _sum_threads(lanes, held, sets, device):
-    """Threads that a multiprocessor has registers for."""
+    """Threads per multiprocessor that registers suffice for."""
     is_deep = held == _DEEP
     if lanes == 1 and device.cc < (10, 0):
         return _ALONE_THREADS[held, sets]
@@ -60,7 +60,7 @@ def _sum_threads(lanes, held, sets, device):
     return 512 if sets or is_deep else 768
 
 
-# Of the L2 cache, for results that are written among reads.
+# Share of the L2 cache for results that are written between reads.
 _RESULTS_SHARE = 0.25
 
 
@@ -71,7 +71,7 @@ def _stay(problem, device):
 
 
 def sum_rows(problem, device):
-    """Threads that read rows whose elements lie side by side."""
+    """Threads that read contiguous rows."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"

@@ -1,4 +1,4 @@
-"""Launches of kernels whose rows many blocks share."""
+"""Launches of kernels whose rows are shared by many blocks."""
 
 from cupyflash._core import arrays
 from cupyflash._softmax.gpu.config import (
@@ -12,7 +12,7 @@ from cupyflash._softmax.gpu.config import (
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-_TOLD_BYTES = 16  # what a block tells the others of a row
+_TOLD_BYTES = 16  # what a block publishes for a row
 
 
 def split_rows(problem, device):
@@ -37,10 +37,10 @@ def split_rows(problem, device):
     )
 
 
-# Long rows in one launch, by bytes of the widest element: vectors of a thread, blocks a
-# multiprocessor, and what lies between the last part that is summed of a row and the
-# first that is written: so many bytes less those of the row, in such steps, but at
-# least so many.
+# Long rows in one launch, by bytes of the widest element: vectors per thread, blocks
+# per multiprocessor, and the distance in the queue between the last part of a row to be
+# summed and the first to be written: this many bytes minus those of the row, in these
+# steps, but at least that many.
 _MB = 1 << 20
 _TRAIL = {
     2: (16, 2, 18 * _MB, 6 * _MB),
@@ -48,12 +48,12 @@ _TRAIL = {
     8: (12, 2, 0, 12 * _MB),
 }
 _TRAIL_STEP = 2 * _MB
-# Of the L2 cache, for a row.
+# Share of the L2 cache for a row.
 _TRAIL_SHARE = 0.55
 
 
 def trail_rows(problem, device):
-    """Blocks that share rows, which are read again while they are in the L2 cache."""
+    """Blocks that share rows, which are read again from the L2 cache."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
@@ -96,19 +96,18 @@ def _along_line(problem, device, held, blocks_per_sm, between):
     return varied(main, (blocks,), entry="clear"), main
 
 
-# The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
-# blocks a multiprocessor; the bytes of a row up to which it is short, those between for
-# short rows and for longer ones, and the longest that has been tried. log_softmax_vjp
-# reads only dy twice.
+# The same for gradients, for all dtypes: vectors per thread, of y and of dy, and blocks
+# per multiprocessor; the bytes up to which a row is short, distances for short rows and
+# for longer ones, and the longest row that was measured. log_softmax_vjp reads only dy
+# twice.
 _PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
 _PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
-# Bytes of all rows up to which rings are faster: 4 rows of 2 MB 12.5 us, in a line
-# 13.5 us; 4 of 4 MB 21 us, 19 us.
+# Up to this many bytes of all rows, rings are faster (docs/design/lab/0024).
 _PAIRS_FEW = 8 * _MB
 
 
 def trail_pairs(problem, device):
-    """Blocks that share rows of y and dy, of which L2 has what is read again."""
+    """Blocks that share rows of y and dy, which are read again from the L2 cache."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
@@ -129,7 +128,7 @@ def trail_pairs(problem, device):
 
 
 def stream_pairs(problem, device):
-    """Rows of y and dy that pass through the shared memory of many multiprocessors."""
+    """Rows of y and dy that stream through shared memory of many multiprocessors."""
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
     if device.cc < (8, 0):

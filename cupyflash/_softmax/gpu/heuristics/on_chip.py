@@ -1,7 +1,7 @@
 """How long rows are held on chip: configs of threads, registers and shared memory.
 
-A row is counted in vectors of 16 bytes of its widest array. The first config that can
-hold it takes it; all numbers were chosen on an H200, as a share of the speed of a copy.
+A row is counted in 16-byte vectors of its widest array. The first config that can hold
+it is used; all numbers were tuned on an H200.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from cupyflash._cuda.device import Device
 VECTOR_BYTES = 16
 WARP = 32
 
-# Threads of a block that holds several short rows.
+# Threads of a block with several short rows.
 _BLOCK_THREADS = 128
 
 
 @dataclass(frozen=True)
 class OnChipConfig:
-    """A way to hold a row, and thereby the longest row that it can hold."""
+    """A way to hold a row; it limits the length of the row."""
 
-    threads: int  # a block gives to a row, at most
-    in_registers: int  # vectors a thread has in registers, at most
-    threads_per_sm: int  # that the registers of a multiprocessor are divided among
-    in_smem: int = 0  # vectors a thread has in shared memory besides, at most
-    cluster: int = 1  # blocks that share a row, at most
+    threads: int  # the most threads of a block per row
+    in_registers: int  # the most vectors per thread in registers
+    threads_per_sm: int  # among which the registers of a multiprocessor are divided
+    in_smem: int = 0  # the most further vectors per thread in shared memory
+    cluster: int = 1  # the most blocks that share a row
     doubling: bool = False  # 1, 2, 4, ... blocks, and lanes that leave few slots empty
-    fill: float = 0.0  # part of the slots that a row has to fill
+    fill: float = 0.0  # the least part of the slots that a row must fill
 
     @property
     def slots(self) -> int:
-        """Vectors of a block."""
+        """Vectors per block."""
         return self.threads * (self.in_registers + self.in_smem)
 
     @property
@@ -38,45 +38,45 @@ class OnChipConfig:
         return self.cluster * self.slots
 
     def blocks(self, vectors: int) -> int:
-        """Blocks that share a row of so many vectors."""
+        """Blocks that share a row with this many vectors."""
         blocks = -(-vectors // self.slots)
         return 1 << (blocks - 1).bit_length() if self.doubling else blocks
 
     def takes(self, vectors: int) -> bool:
-        """Whether a row of so many vectors fits and fills its blocks."""
+        """Whether a row with this many vectors fits and fills its blocks."""
         least = self.fill * self.blocks(vectors) * self.slots
         return least <= vectors <= self.vectors
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A row as its threads hold it."""
+    """How threads hold a row."""
 
     lanes: int  # threads of a block that work on one row
     rows_per_block: int
-    in_registers: int  # vectors a thread
+    in_registers: int  # vectors per thread
     in_smem: int
     cluster: int
-    min_blocks: int  # that a multiprocessor is to have registers for
+    min_blocks: int  # blocks per multiprocessor, by registers
 
     @property
     def num_threads(self) -> int:
         return self.lanes * self.rows_per_block
 
 
-# softmax and log_softmax of floats. 32 registers a thread for the row (8 vectors), 64
-# in all: the loads of 1024 threads cover the latency of memory.
+# softmax and log_softmax of floats. 32 registers per thread for the row (8 vectors), 64
+# in total: the loads of 1024 threads hide the latency of memory.
 FORWARD = (
-    # Up to 4 KB 4 vectors a thread. Above, 8 vectors.
+    # Up to 4 KB 4 vectors per thread, above 8.
     OnChipConfig(320, 8, 1024),
-    # Of blocks of 352 and 384 threads two fit, of these five.
+    # Only two blocks of 352 or 384 threads fit, but five of these.
     OnChipConfig(192, 8, 1024, cluster=2),
     OnChipConfig(512, 8, 1024),
 )
-# Exponentials of doubles take the registers of a vector more.
+# Exponentials of doubles take as many registers as another vector.
 FORWARD_F64 = (FORWARD[0], OnChipConfig(224, 7, 1024, cluster=2), FORWARD[-1])
-# log_softmax of 16 bits spills 24 bytes with a vector more, and up to 148 in rows of
-# one or two vectors with more threads.
+# With one more vector, log_softmax of 16 bits spills, and more so with more threads in
+# rows of one or two vectors.
 LOG_16_BITS = (
     OnChipConfig(1, 2, 896),
     OnChipConfig(320, 7, 1024),
@@ -94,14 +94,14 @@ FORWARD_CLUSTERS = (
     OnChipConfig(256, 6, 1024, in_smem=10, cluster=8, doubling=True),
     OnChipConfig(256, 6, 1024, in_smem=12, cluster=8, doubling=True),
     OnChipConfig(256, 6, 1024, in_smem=10, cluster=16, doubling=True),
-    # Of 14 blocks fewer fit onto the card than of 16.
+    # Fewer clusters of 14 blocks than of 16 fit on the device.
     OnChipConfig(256, 6, 1024, in_smem=13, cluster=16, doubling=True),
     *_LONGEST,
 )
-# log_softmax of doubles has a table only where it parks.
+# log_softmax of doubles has registers for a table only with parked elements.
 LOG_F64_CLUSTERS = (
     OnChipConfig(256, 5, 1024, in_smem=11, cluster=8, doubling=True),
-    # More in_smem rather than 16 blocks.
+    # More shared memory rather than 16 blocks.
     OnChipConfig(256, 5, 1024, in_smem=13, cluster=8, doubling=True),
     OnChipConfig(256, 8, 768, in_smem=14, cluster=8, doubling=True),
     OnChipConfig(256, 5, 1024, in_smem=11, cluster=16, doubling=True),
@@ -112,16 +112,16 @@ FORWARD_F64_CLUSTERS = (
     OnChipConfig(256, 6, 768, in_smem=10, cluster=4, doubling=True, fill=15 / 16),
     *LOG_F64_CLUSTERS,
 )
-# Rows over several axes: where each vector lies takes registers, too.
+# Rows over several axes: the offsets of vectors take registers as well.
 FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
-# With a mask, a scale, integers or strides, registers go elsewhere.
+# With a mask, a scale, integers or strides, registers are needed elsewhere.
 FORWARD_HEAVY = (OnChipConfig(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
     OnChipConfig(256, 4, 512, cluster=16),
     OnChipConfig(256, 4, 512, in_smem=4, cluster=16),
 )
-# A scale alone takes fewer: left to itself the compiler takes up to 114.
-# log_softmax of 16 bits in rows of a vector or two would spill 208 bytes.
+# A scale alone needs fewer registers; unlimited, the compiler would take up to 114.
+# log_softmax of 16 bits would spill in rows of one or two vectors.
 FORWARD_SCALED = (OnChipConfig(1, 2, 512), OnChipConfig(512, 4, 1024))
 FORWARD_SCALED_CLUSTERS = (
     OnChipConfig(256, 4, 1024, cluster=16),
@@ -131,9 +131,9 @@ STRIDED = (OnChipConfig(512, 2, 512),)
 
 # Gradients hold as many vectors of y and of dy.
 BACKWARD = (OnChipConfig(512, 4, 1024),)
-# 16 bits: what becomes of twice as many numbers needs registers, too.
+# 16 bits: twice as many numbers need registers when they are computed with.
 BACKWARD_16_BITS = (OnChipConfig(256, 4, 768),)
-# Rows over several axes: with a vector more, softmax_vjp of float16 spills 180 bytes.
+# Rows over several axes: with one more vector, softmax_vjp of float16 spills.
 BACKWARD_OF_PIECES = (OnChipConfig(256, 3, 768),)
 BACKWARD_CLUSTERS = (
     OnChipConfig(256, 8, 512, cluster=8),
@@ -143,13 +143,13 @@ BACKWARD_CLUSTERS = (
 )
 BACKWARD_LOG_F64_CLUSTERS = BACKWARD_CLUSTERS[2:]
 BACKWARD_16_BITS_CLUSTERS = (
-    # 4 vectors of 3 blocks of 224 threads a multiprocessor.
+    # 4 vectors for 3 blocks of 224 threads per multiprocessor.
     OnChipConfig(256, 6, 512, in_smem=2, cluster=16),
     OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
 )
 
 
-# The assembler spills more of the same on other architectures than sm_90.
+# On architectures other than sm_90 the assembler spills more.
 _FORWARD_ELSEWHERE = (OnChipConfig(512, 5, 1024),)
 _F64_ELSEWHERE = (
     OnChipConfig(256, 6, 512, cluster=8),
@@ -210,9 +210,9 @@ def ladder(
 
 
 def hold(configs: Sequence[OnChipConfig], vectors: int, ends: int = 0) -> Hold | None:
-    """How the first config that can holds a row of so many vectors.
+    """How the first config that fits holds a row with this many vectors.
 
-    `ends` elements beside whole vectors stand at its two ends, at most.
+    At most `ends` elements are outside whole vectors, at its two ends.
     """
     vectors = max(1, vectors)
     config = next((config for config in configs if config.takes(vectors)), None)
@@ -241,9 +241,9 @@ def hold(configs: Sequence[OnChipConfig], vectors: int, ends: int = 0) -> Hold |
 def _lanes_of_short_row(vectors, most, ends):
     """Threads, a power of two, that leave the fewest slots empty; None for a long row.
 
-    A thread has a few vectors: what it does for a row is worth it then. One thread
-    alone with more than two would touch each line of memory again and again, and few
-    threads would do so for the ends of the row.
+    Each thread has a few vectors, so that its fixed work per row pays off. A single
+    thread with more than two would touch each memory line repeatedly, and so would few
+    threads at the ends of the row.
     """
     if vectors <= 2 and not ends:
         return 1
@@ -259,14 +259,14 @@ def _lanes_of_short_row(vectors, most, ends):
     return few if vectors <= few * most and few <= WARP else None
 
 
-# Fewer lanes than all are worth it if they leave so much less of the slots empty.
+# Fewer lanes pay off if they leave this much less of the slots empty.
 _FEWER_LANES = 1.04
 
 
 def _lanes_of_long_row(vectors, config):
-    """Threads, whole warps, for so many vectors in a block."""
+    """Threads, in whole warps, for this many vectors per block."""
     per_thread = config.in_registers + config.in_smem
-    # Of more than one warp: the exchange between them is the same for all lengths.
+    # More than one warp: the exchange between them costs the same for all lengths.
     fewest = max(2 * WARP, -(-vectors // (per_thread * WARP)) * WARP)
     if not config.doubling:
         return fewest
@@ -280,29 +280,29 @@ def _lanes_of_long_row(vectors, config):
 
 @dataclass(frozen=True)
 class Stream:
-    """Blocks that share rows, which pass through rings in their shared memory."""
+    """Blocks that share rows, which stream through rings in their shared memory."""
 
-    threads: int  # a block
-    ring: int  # steps of a thread, of a vector of each operand
-    ahead: int  # of these, steps whose loads are under way
-    blocks: int  # a group, which shares a row
+    threads: int  # per block
+    ring: int  # steps per thread, of a vector of each operand
+    ahead: int  # of these, steps that may be loading
+    blocks: int  # per group, which shares a row
     groups: int
 
 
 _STREAM_THREADS = 512
-# Bytes of loads under way on a multiprocessor, and of the steps that are to hide how
-# long blocks take to hear of each other.
+# Bytes being loaded per multiprocessor, and bytes of the steps that hide the latency of
+# the exchange between blocks.
 _STREAM_AHEAD = 40 << 10
 _STREAM_HIDDEN = 40 << 10
 
 
 def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None:
-    """How rows of so many vectors stream, at `place` bytes each; None: too long."""
+    """How rows of this many vectors stream, at `place` bytes each; None: too long."""
     threads = _STREAM_THREADS
     step = threads * place
     ring = (device.smem_optin - 8192) // step
     ahead = max(1, _STREAM_AHEAD // step)
-    longest = ring - ahead  # steps of a row
+    longest = ring - ahead  # steps per row
     if longest < 2:
         return None
     hidden = min(_STREAM_HIDDEN // step, longest // 2)

@@ -1,4 +1,4 @@
-"""Launches of kernels whose rows a block walks over, or some blocks hold."""
+"""Launches of kernels whose rows a block loops over, or some blocks hold."""
 
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel
@@ -11,10 +11,10 @@ from cupyflash._softmax.gpu.config import (
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-# Static shared memory of a block of 1024 threads at most: what its warps exchange.
+# The most static shared memory of a block of 1024 threads: what its warps exchange.
 _EXCHANGE_BYTES = 8192
 
-# Row length up to -> threads a row, for kernels that walk over a row.
+# Row length up to -> threads per row, for kernels that loop over a row.
 LANES = (
     (8, 4),
     (64, 8),
@@ -24,16 +24,16 @@ LANES = (
     (float("inf"), 512),
 )
 
-# Of others, factors of keys or units of exponents might be 0 or infinite in float32,
-# and what lies beyond a row is infinite.
+# With other scales, factors of keys or units of exponents might be 0 or infinite in
+# float32, and slots beyond a row are infinite.
 _SCALES = 2.0**-100, 2.0**100
 
-# Long rows that are fewer than this get all threads that a block may have.
+# If there are fewer long rows than this, each gets as many threads as a block may have.
 _FEW_ROWS = 128
 
 
 def walk_rows(problem, device):
-    """Threads that walk over a row of any length and any strides."""
+    """Threads that loop over a row of any length and any strides."""
     lanes = kernel.by_threshold(LANES, problem.row_length)
     if lanes == LANES[-1][1] and problem.num_rows < _FEW_ROWS:
         lanes = 1024
@@ -48,7 +48,7 @@ def walk_rows(problem, device):
 
 
 def refuse_scale(problem):
-    """Why exponents of two cannot be counted in units of the scale, or None."""
+    """Why exponents of two cannot be in units of the scale, or None."""
     least, most = _SCALES
     if least <= abs(problem.scale) <= most:
         return None
@@ -68,7 +68,7 @@ def hold_pairs(problem, device):
 
 
 def _is_contiguous(problem):
-    """Whether rows lie in one piece, or in pieces of whole vectors that are aligned."""
+    """Whether rows are contiguous, or consist of pieces of whole, aligned vectors."""
     if problem.layout.is_rows:
         return True
     vector = on_chip.VECTOR_BYTES // widest_of(problem)
@@ -76,9 +76,9 @@ def _is_contiguous(problem):
 
 
 def _is_heavy(problem):
-    """Whether there is a mask, a scale or an input of integers, which take registers.
+    """Whether a mask, a scale or an integer input takes registers.
 
-    Of gradients the scale takes none.
+    For gradients a scale does not.
     """
     dtypes = problem.dtypes
     if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*arrays.FLOATS}:
@@ -91,10 +91,10 @@ def _is_heavy(problem):
 
 
 def _has_room_for_scale(problem):
-    """Whether rows are held with a scale as without: exponentials stay in their place.
+    """Whether rows can be held with a scale as without: exponentials replace elements.
 
-    Of 16 bits they are computed twice: 80 bytes would spill. log_softmax takes exact
-    differences twice: 272 bytes of doubles, 8 of floats.
+    16-bit exponentials are computed twice, and would spill; so would log_softmax, which
+    computes exact differences twice.
     """
     return (
         problem.function == "softmax"
@@ -104,7 +104,7 @@ def _has_room_for_scale(problem):
 
 
 def _is_only_scaled(problem):
-    """Whether it is a scale alone that takes registers; of doubles, they are many."""
+    """Whether only a scale takes registers; for doubles it takes many."""
     floats, dtypes = arrays.FLOATS[:3], problem.dtypes
     return not dtypes.get("where") and {dtypes["x"], dtypes["out"]} <= {*floats}
 
@@ -152,7 +152,8 @@ def _held_by(problem, device, configs, names):
     """The launch that holds rows of these operands, or why there is none."""
     widest, contiguous = widest_of(problem), _is_contiguous(problem)
     vector = on_chip.VECTOR_BYTES // widest
-    # What does not fill a vector at either end of a contiguous row has a place besides.
+    # Elements outside whole vectors, at the ends of a contiguous row, have slots of
+    # their own.
     vectors = problem.row_length // vector
     if not contiguous:
         vectors = -(-problem.row_length // vector)

@@ -1,4 +1,4 @@
-"""Launches of kernels whose short rows are held many at a time."""
+"""Launches of kernels that hold many short rows at a time."""
 
 import math
 
@@ -14,30 +14,29 @@ from cupyflash._softmax.gpu.config import (
 from cupyflash._softmax.gpu.heuristics import on_chip
 from cupyflash._softmax.gpu.heuristics.rows import refuse_scale
 
-# Rows that are no whole vectors up to this length are held many at a time, by bytes of
-# the widest element. The others move in vectors, at the price of the two ends of each
-# row.
+# Rows up to this length that are not whole vectors are held many at a time, by bytes of
+# the widest element. Longer ones move in vectors, at the cost of two ends per row.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # The same for gradients.
 LONGEST_PAIRS_IN_SPAN = {2: 100, 4: 100, 8: 24}
-# Whole vectors from here on move as such.
+# From this many whole vectors on, rows move as such.
 _WHOLE_VECTORS = 4
-# Rows of one or three vectors, which two threads do not share evenly.
+# Rows of one or three vectors, which two threads cannot divide evenly.
 _ODD_VECTORS = (1, 3)
-# Elements of a row of softmax up to which one thread has it rather than two.
+# Up to this many elements, a row of softmax is held by one thread rather than two.
 _ALONE = 12
-# Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
+# Bytes of a row in one thread; more would leave too few threads per multiprocessor.
 _SPAN_BYTES = 128
-# Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
-# how many it has them for beyond. Spans in all of its shared memory.
+# Up to this many bytes per thread, registers suffice for 8 blocks per multiprocessor,
+# beyond for the latter number. Spans take all of its shared memory.
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
 _LIST_BYTES = 2  # for a row that may be put on a list
-_BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
+_BLOCK_RESERVES = 1024  # shared memory that the system reserves for each block
 
 
 def span_rows(problem, device):
-    """Threads that hold short rows which lie back to back, many at a time."""
+    """Threads that hold short contiguous rows, many at a time."""
     length, widest = problem.row_length, widest_of(problem)
     size = itemsize_of(problem.dtypes["x"])
     if length > LONGEST_IN_SPAN[widest]:
@@ -54,14 +53,14 @@ def span_rows(problem, device):
         return "rows are whole vectors of 16 bytes"
     deal = lanes, _, turns = _span_deal(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
-        return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
+        return f"elements of rows of {length} lie in the same banks"  # slower at 191
     held_bytes = -(-length // lanes) * max(4, widest)
     share = _span_share(held_bytes, lanes, device)
     return _span_cut(problem, ("x", "out"), deal, share)
 
 
 def span_pairs(problem, device):
-    """The same for gradients, which hold two numbers an element."""
+    """The same for gradients, which hold two numbers per element."""
     length, widest = problem.row_length, widest_of(problem)
     size = itemsize_of(problem.dtypes["x"])
     if length > LONGEST_PAIRS_IN_SPAN[widest]:
@@ -77,16 +76,16 @@ def span_pairs(problem, device):
     return _span_cut(problem, ("x", "dy", "out"), deal, share)
 
 
-# Sums of rows of at most so many elements, by the size of one, in a thread each.
+# Up to this many elements, by the size of one, a row is summed by a single thread.
 LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
-# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold. Doubles,
-# and more bytes, would spill.
+# Bytes of a row in a thread up to -> blocks per multiprocessor. Doubles, and more
+# bytes, would spill.
 _SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 5))
 _SUM_BLOCKS_OF_DOUBLES = ((64, 8), (math.inf, 5))
 
 
 def span_sums(problem, device):
-    """The same for logsumexp, a thread a row."""
+    """The same for logsumexp, with a thread per row."""
     dtypes, length = problem.dtypes, problem.row_length
     if dtypes["b"] or dtypes.get("where"):
         return "there are weights or a mask"
@@ -119,12 +118,12 @@ def _are_back_to_back(problem, names):
 def _span_cut(problem, names, deal, share, beside=0, more=None):
     """The launch for spans of these arrays in `share` bytes of shared memory.
 
-    A row takes `beside` bytes of shared memory besides; `more` defines.
+    A row takes a further `beside` bytes of shared memory; `more` are defines.
     """
     lanes, apart, _ = deal
     held = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
-    # The length of the buffers, and what their phases in memory may add.
+    # The length of the buffers, and what their alignment may add.
     sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
     row_bytes = lanes * held * sizes + beside
     phases = 2 * len(names) * on_chip.VECTOR_BYTES
@@ -155,14 +154,14 @@ def _span_share(held_bytes, lanes, device):
 
 
 def _share_of_blocks(blocks, device):
-    """The same where a multiprocessor is to hold so many blocks."""
+    """The same for a given number of blocks per multiprocessor."""
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
 def _span_deal(length, itemsize, widest):
-    """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
+    """Lanes per row, the distance between the rows of a warp, and bank conflicts.
 
-    Few lanes, and rows side by side, if their elements then lie in different banks.
+    Few lanes, and adjacent rows, if their elements then lie in different banks.
     """
     fewest = _fewest_lanes(length * max(4, widest))
     is_whole = length * itemsize % on_chip.VECTOR_BYTES == 0
@@ -173,12 +172,12 @@ def _span_deal(length, itemsize, widest):
         _calmest_deal(length, itemsize, lanes)
         for lanes in sorted({fewest, min(2 * fewest, on_chip.WARP)})
     ]
-    # Slots of lanes that hold nothing take their turns, too.
+    # Idle slots of lanes cost bank conflicts as well.
     return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
 
 
 def _pair_deal(length, itemsize, widest):
-    """The same for gradients, whose lanes have less to do for a row as a whole."""
+    """The same for gradients, whose lanes have less fixed work per row."""
     fewest = _fewest_lanes(2 * length * max(4, widest))
     deals = [
         _calmest_deal(length, itemsize, lanes)
@@ -190,11 +189,9 @@ def _pair_deal(length, itemsize, widest):
 
 
 def _is_calm(deal, itemsize):
-    """Whether the turns of shared memory hide behind other work.
+    """Whether bank conflicts hide behind other work.
 
-    They do if they are no more than an element has bytes. Gradients, as a share of a
-    copy: 12 and 24 elements of 16 bits (2 turns) 1.07, 1.05, 16 and 32 (4) 0.77, 16
-    with 8 turns 0.44; 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73.
+    They do if there are at most as many as an element has bytes.
     """
     return deal[2] <= itemsize
 
@@ -205,7 +202,7 @@ def _fewest_lanes(row_bytes):
 
 
 def _calmest_deal(length, itemsize, lanes):
-    """Rows so many apart that memory takes the fewest turns."""
+    """The distance between rows with the fewest bank conflicts."""
     deals = [
         (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
         for apart in (1, 2, 4)
@@ -214,11 +211,11 @@ def _calmest_deal(length, itemsize, lanes):
 
 
 def _bank_turns(step, itemsize, lanes):
-    """How often shared memory takes turns for an element of each lane of a warp.
+    """The number of bank conflicts for an element of each lane of a warp.
 
-    It has 32 banks of words of 4 bytes; from row to row there are `step` elements.
+    There are 32 banks of 4-byte words; rows are `step` elements apart.
     """
-    words = max(1, itemsize // 4)  # of an element
+    words = max(1, itemsize // 4)  # per element
     found = {
         (lane // lanes * step + lane % lanes) * itemsize // 4 + word
         for lane in range(on_chip.WARP // words)
@@ -229,8 +226,8 @@ def _bank_turns(step, itemsize, lanes):
 
 
 # Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
-# Vectors of a thread and its rows -> blocks that a multiprocessor is to have registers
-# for.
+# Vectors of a thread and its rows -> blocks per multiprocessor that registers must
+# suffice for.
 _SHORT_BLOCKS = {
     "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
     "log_softmax": {(1, 2): 8, (2, 1): 12},
@@ -240,7 +237,7 @@ _BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 
 def short_rows(problem, device):
-    """Threads that are neighbours and hold parts of short rows of whole vectors."""
+    """Adjacent threads that hold parts of short rows of whole vectors."""
     dtypes = problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
     if dtypes["x"] not in arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:

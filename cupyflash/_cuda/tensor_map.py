@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 def unsupported_reason(
     ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = ITEMSIZE
 ) -> str | None:
-    """Why a map cannot describe (.., heads, rows, columns), strides in bytes; or None."""
+    """Why a map cannot hold (.., heads, rows, columns), strides in bytes; or None."""
     if ptr % _ALIGNMENT:
         return f"starts {ptr % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
     if shape[-1] > 1 and strides[-1] != itemsize:

@@ -255,6 +255,7 @@ def test_sharing_memory_of_every_dtype(xp, name):
 def test_views_are_the_same_or_not(xp):
     x = xp.arange(6.0).reshape(2, 3)
     assert _arrays.same_view(x, x[:])
+    assert _arrays.same_view(x[:1], xp.broadcast_to(x[:1], (1, 3)))
     assert not _arrays.same_view(x, x.T)
     assert not _arrays.same_view(x, x[:1])
     assert not _arrays.same_view(x, x.view(np.int64))

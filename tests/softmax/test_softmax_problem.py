@@ -388,6 +388,8 @@ def test_out_of_a_vjp_may_be_an_input_but_not_overlap_it(xp, function):
         expected = function(**pair)
         assert function(**pair, out=pair[name]) is pair[name]
         assert bool((pair[name] == expected).all())
+    y, dy = xp.full((1, 4), 0.25), xp.arange(4.0).reshape(1, 4)
+    assert function(y, dy, out=dy) is dy  # broadcasting gives axes of 1 no stride
 
 
 def test_out_is_no_broadcast_view(xp):

@@ -31,13 +31,13 @@ from cupyflash._attention.cpu.block import (
     product,
     times_values,
 )
-from cupyflash._attention.cpu.tiled import rows_of_a_task
+from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
 
-# Keys of a block by tiles: two of them, P and dS, stay near the core.
-BLOCK_KEYS = 256
+# Numbers that are added up at a time; Ctrl-C waits for each step.
+_ADDED = 1 << 20
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 _MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -73,7 +73,8 @@ def _block_shape(forward):
     if entries.takes(forward):
         _, rows = entries.shape_of_a_box(forward)
         return max(1, rows), max(1, forward.seqlen_k)
-    return rows_of_a_task(forward), BLOCK_KEYS
+    # Two blocks, P and dS, stay near the core.
+    return rows_of_a_task(forward), keys_of_a_block(forward, bounded=True)
 
 
 def describe(problem, operands):
@@ -277,7 +278,9 @@ class _Sum:
     def finish(self):
         """Store the sum of all groups."""
         if self._sums is not None:
-            np.copyto(self._gradient, self._sums.sum(axis=0), casting="unsafe")
+            for box in entries.boxes_of(self._gradient.shape, _ADDED):
+                total = self._sums[(slice(None), *box)].sum(axis=0)
+                np.copyto(self._gradient[box], total, casting="unsafe")
 
 
 def _groups(tasks, num_groups):

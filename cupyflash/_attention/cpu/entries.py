@@ -35,6 +35,8 @@ _MOST_KEYS = 2048
 # Keys up to which scores lie side by side also where a bias or a mask, whose keys lie
 # so, is read across.
 _FEW_KEYS = 16
+# Numbers of k and v beyond which a single row does so, too: Ctrl-C waits for each step.
+_MOST_OF_A_ROW = 1 << 25
 # Boxes that a thread takes, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
@@ -52,6 +54,8 @@ def takes(problem):
     if problem.score or problem.mask_function:  # which are given one head at a time
         return False
     rows, keys = problem.seqlen_q, problem.seqlen_k
+    if keys * (problem.head_dim + problem.head_dim_v) > _MOST_OF_A_ROW:
+        return False
     few = rows * keys <= _scores_of_a_box(problem)
     return few or keys <= _MOST_KEYS or rows == 1
 
@@ -100,7 +104,7 @@ def run(problem, operands, out, lse):
     size, rows = shape_of_a_box(problem)
     boxes = [
         (*index, slice(start, min(start + rows, problem.seqlen_q)))
-        for index in _boxes(entries.shape, size)
+        for index in boxes_of(entries.shape, size)
         for start in range(0, problem.seqlen_q, rows)
     ]
     if len(boxes) == 1 and _is_small_for_blas(problem):
@@ -239,7 +243,7 @@ class Direct:
         return out if math.isfinite(flat.dot(flat)) else None
 
 
-def _boxes(shape, size):
+def boxes_of(shape, size):
     """Cut `shape` into boxes of at most `size` elements, as tuples of slices."""
     sides = []
     for n in reversed(shape):

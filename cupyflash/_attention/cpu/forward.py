@@ -16,8 +16,10 @@ from cupyflash._attention.problem import AttentionOperands, MergeProblem, heads_
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
 
-# Rows of a task of naive and safe; what calls of NumPy do at once, Ctrl-C waits for.
-_UNFUSED_ROWS = 256
+# Rows and scores of a task of naive and safe; Ctrl-C waits for each step of NumPy.
+_UNFUSED_ROWS, _UNFUSED_SCORES = 256, 1 << 22
+# Numbers of each part that are merged at a time, which stay near the core.
+_MERGED = 1 << 16
 # Rows that `online` updates at a time, one key after another, and keys of a run.
 _ONLINE_ROWS = 1024
 _ONLINE_RUN = 64
@@ -139,7 +141,7 @@ def describe(problem, operands):
     rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
     told = {
         "kernel": name,
-        "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
+        "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _unfused_rows(problem))),
         "threads": threads,
     }
     told |= functions.describe(
@@ -171,6 +173,10 @@ def _safe(problem, operands, out, lse):
     _materialized(problem, operands, out, lse, _safe_softmax, dtype)
 
 
+def _unfused_rows(problem):
+    return max(1, min(_UNFUSED_ROWS, _UNFUSED_SCORES // max(problem.seqlen_k, 1)))
+
+
 def _materialized(problem, operands, out, lse, softmax, dtype):
     """Scores S of all heads, their softmax P, and P @ v, each kept whole."""
     shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
@@ -181,21 +187,21 @@ def _materialized(problem, operands, out, lse, softmax, dtype):
             np.copyto(x, x.astype(dtype))
 
     def compute(part):
-        q, k, v = (x.astype(part.dtype) for x in (part.q, part.k, part.v))
-        s = q @ k.T
+        every = 0, problem.seqlen_k
+        s = part.q.astype(part.dtype) @ part.keys(*every).T
         rounded(s)
         np.multiply(s, part.dtype.type(problem.scale), out=s)
         rounded(s)
-        part.finish(s, 0, problem.seqlen_k, rounded)
+        part.finish(s, *every, rounded)
         seen = s != -np.inf
         p, log_sums = softmax(s, part.sink, rounded)
         rows = slice(part.start, part.stop)
         all_s[part.batch][part.head][rows] = s
         all_p[part.batch][part.head][rows] = p
         blind = ~seen.any(axis=1, keepdims=True)
-        return times_values(p, seen, v), log_sums, blind
+        return times_values(p, seen, part.values(*every)), log_sums, blind
 
-    run_tasks(problem, operands, out, lse, _UNFUSED_ROWS, compute)
+    run_tasks(problem, operands, out, lse, _unfused_rows(problem), compute)
 
 
 def _naive_softmax(s, sink, rounded):
@@ -290,31 +296,41 @@ def _method(problem):
 
 
 def merge(problem, operands):
-    """Combine partial results by their log-sums, one part after another.
-
-    In float64, and with what each sum rounds away: parts may be many, and all alike.
-    """
-    outs, lses = operands.outs, operands.lses
-    out = operands.out
+    """Combine partial results by their log-sums, one part after another."""
+    out, lse = operands.out, np.empty(problem.shape, problem.lse_dtype)
     if out is None:
         shape = (*problem.shape, problem.head_dim_v)
         out = np.empty(shape, arrays.to_dtype(problem.dtype))
-    with np.errstate(all="ignore"):
-        base = finite_base(np.max(lses, axis=0, initial=-np.inf).astype(np.float64))
-        totals, sums = _ExactSum(problem.shape), _ExactSum(out.shape)
-        # Parts of the size of the largest number are not to overflow their sum.
-        scale = 0.5 ** len(lses).bit_length()
-        for part, lse in zip(outs, lses, strict=True):
-            weight = np.exp(lse - base)
-            empty = (lse == -np.inf)[..., None]
-            totals.add(weight)
-            term = part.astype(np.float64) * (scale * weight)[..., None]
-            sums.add(np.where(empty, 0, term))
-        total = totals.rounded()
-        unit = np.where(total == 0, 1, scale * total)
-        np.copyto(out, sums.rounded() / unit[..., None], casting="unsafe")
-        lse = (base + np.log(total)).astype(problem.lse_dtype)
-    return out, lse
+
+    def merge_rows(box, scratch):
+        of_parts, here = (slice(None), *box), (*box, ...)  # an array, if 0-d, too
+        _merge(operands.outs[of_parts], operands.lses[of_parts], out[here], lse[here])
+
+    rows = max(1, _MERGED // max(problem.head_dim_v, 1))
+    boxes = list(entries.boxes_of(problem.shape, rows))
+    _threads.for_each(merge_rows, boxes, _threads.num_cores())
+    return out, lse[()]
+
+
+def _merge(outs, lses, out, lse):
+    """Merge some rows, in float64 and with what each sum rounds away.
+
+    Parts may be many, and all alike.
+    """
+    base = finite_base(np.max(lses, axis=0, initial=-np.inf).astype(np.float64))
+    totals, sums = _ExactSum(lse.shape), _ExactSum(out.shape)
+    # Parts of the size of the largest number are not to overflow their sum.
+    scale = 0.5 ** len(lses).bit_length()
+    for part, part_lse in zip(outs, lses, strict=True):
+        weight = np.exp(part_lse - base)
+        empty = (part_lse == -np.inf)[..., None]
+        totals.add(weight)
+        term = part.astype(np.float64) * (scale * weight)[..., None]
+        sums.add(np.where(empty, 0, term))
+    total = totals.rounded()
+    unit = np.where(total == 0, 1, scale * total)
+    np.copyto(out, sums.rounded() / unit[..., None], casting="unsafe")
+    np.copyto(lse, base + np.log(total), casting="unsafe")
 
 
 class _ExactSum:

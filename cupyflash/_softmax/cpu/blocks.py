@@ -25,8 +25,12 @@ _SIDE_BY_SIDE = 64
 _FEWEST_SIDE_BY_SIDE = 32
 # Rows shorter than this are slow to reduce one by one (17 ns an element at 4, not 4).
 _SHORT_ROW = 24
-# Terms that one accumulator takes where many rows are summed side by side.
-_TERMS = 16
+# Terms that are added one after another where many rows are summed side by side: the
+# roundings of equal terms all have one sign.
+_TERMS = 8
+# NumPy adds up to 128 neighbours in eight sums, but the last ones, if they are no eight
+# more, to the total. In a row shorter than this their roundings do not matter.
+_TAIL_MATTERS = range(25, 128)
 
 Box = tuple[slice, ...]
 
@@ -317,9 +321,21 @@ def row_max(x: Any) -> Any:
 def row_sum(x: Any, dtype: Any = None) -> Any:
     """Sum of each row, as a column, of short partial sums."""
     num_terms = x.shape[1]
-    if x.flags.c_contiguous or num_terms <= _TERMS:
-        return np.add.reduce(x, axis=1, keepdims=True, dtype=dtype)
-    columns, whole = x.T, num_terms - num_terms % _TERMS
-    groups = columns[:whole].reshape(-1, _TERMS, len(x))
-    total = row_sum(np.sum(groups, axis=1, dtype=dtype).T)
-    return total + np.sum(columns[whole:], axis=0, dtype=dtype)[:, None]
+    if x.flags.c_contiguous:
+        tail = num_terms % 8
+        if tail and num_terms in _TAIL_MATTERS and x.dtype == np.float64:
+            total = np.add.reduce(x[:, :-tail], axis=1, keepdims=True)
+            return total + np.einsum("rc->r", x[:, -tail:])[:, None]
+    elif num_terms > _TERMS:
+        columns, whole = x.T, num_terms - num_terms % _TERMS
+        groups = columns[:whole].reshape(-1, _TERMS, len(x))
+        total = row_sum(np.add.reduce(groups, axis=1, dtype=dtype).T)
+        if whole == num_terms:
+            return total
+        return total + np.add.reduce(columns[whole:], axis=0, dtype=dtype)[:, None]
+    return np.add.reduce(x, axis=1, keepdims=True, dtype=dtype)
+
+
+def sum_of_parts(parts: list[Any]) -> Any:
+    """The sum of what `row_sum` gave for the pieces of rows."""
+    return row_sum(np.concatenate(parts, axis=1)) if len(parts) > 1 else parts[0]

@@ -12,6 +12,7 @@ from cupyflash._softmax.cpu.blocks import (
     row_max,
     row_sum,
     store,
+    sum_of_parts,
 )
 
 # Below this size the logarithms that make up a result cancel, and it is redone.
@@ -153,9 +154,9 @@ def _state(block, piece, dtype):
 def _finish(block, pieces, states):
     """(log |sum|, sum in units of the largest exponential) of each row."""
     top = np.max([m for m, _ in states], axis=0)
-    total = 0
-    for m, part in states:
-        total = total + np.where(part == 0, 0, part * np.exp(m - top))
+    total = sum_of_parts(
+        [np.where(part == 0, 0, part * np.exp(m - top)) for m, part in states]
+    )
     infinite = ~np.isfinite(total)
     if infinite.any():
         # What is subtracted has no part in a sum that is infinite, or none.

@@ -17,6 +17,7 @@ from cupyflash._softmax.cpu.blocks import (
     row_max,
     row_sum,
     store,
+    sum_of_parts,
 )
 from cupyflash._softmax.problem import split_scale
 
@@ -293,7 +294,7 @@ def _log_of_sum(problem, total, m, block, pieces):
         return log
     alone = (total > 1 - _SMALL) & (total < 1 + _SMALL)  # the largest term is 1
     if alone.any():
-        rest = sum(_rest(problem, m, block, piece) for piece in pieces)
+        rest = sum_of_parts([_rest(problem, m, block, piece) for piece in pieces])
         log = np.where(alone, np.log1p(rest), log)
     return log
 
@@ -437,10 +438,11 @@ def _safe(problem, block):
     for piece in block.pieces():
         m = np.maximum(m, row_max(block.keys(piece, work)))
     m = _shift(problem, m)
-    total = 0
+    parts = []
     for piece in block.pieces():
         x = block.keys(piece, work)
-        total = total + row_sum(_exp_difference(problem, x, m, block))
+        parts.append(row_sum(_exp_difference(problem, x, m, block)))
+    total = sum_of_parts(parts)
     last = _last(problem, total, m, block, block.pieces())
     for piece in block.pieces():
         x = block.keys(piece, work)
@@ -451,26 +453,36 @@ def _online(problem, block):
     """Two sweeps: maximum and sum in one by the recurrence, then the result.
 
     With a new maximum m' the sum so far is rescaled (Milakov and Gimelshein 2018):
-    d' = d exp(m - m') + sum exp(x - m').
+    d' = d exp(m - m') + sum exp(x - m'). What each addition rounds away is kept.
     """
     work = _work_dtype(problem)
     fewest, most = _ONLINE_COLUMNS
     columns = min(max(fewest, -(-problem.row_length // _ONLINE_STEPS)), most)
     m = np.full((block.num_rows, 1), -np.inf)
-    d = np.zeros((block.num_rows, 1), work)
+    d, lost = np.zeros((2, block.num_rows, 1), work)
     for piece in block.pieces(columns):
         x = block.keys(piece, work)
         m_new = np.maximum(m, row_max(x))
         base = _finite_or_zero(m_new)
-        total = row_sum(_exp_difference(problem, x, base, block))
-        d = d * _exp_difference(problem, m, base, block) + total
+        part = row_sum(_exp_difference(problem, x, base, block))
+        kept = _exp_difference(problem, m, base, block)
+        d, rounded_away = _exact_sum(d * kept, part)
+        lost = lost * kept + rounded_away
         m = m_new
+    d = np.where(np.isfinite(d), d + lost, d)
     d = np.where(m == np.inf, np.nan, d) if problem.function == "softmax" else d
     m = _shift(problem, m)
     last = _last(problem, d, m, block, block.pieces(columns))
     for piece in block.pieces(columns):
         x = block.keys(piece, work)
         block.write(piece, _finish(problem, x, m, last, block))
+
+
+def _exact_sum(a, b):
+    """(a + b, what its rounding took), by TwoSum (Knuth)."""
+    total = a + b
+    b_of_total = total - a
+    return total, (a - (total - b_of_total)) + (b - b_of_total)
 
 
 def _tiled(problem, block):
@@ -590,11 +602,13 @@ _KERNELS = {
 def _softmax_vjp(problem, block):
     """scale * y * (dy - sum(y * dy))."""
     work = _work_dtype(problem)
-    dot = 0
+    parts = []
     pieces = block.pieces()
     for piece in pieces:
         y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
-        dot = dot + row_sum(np.multiply(y, dy, out=block.buffer("e", y.shape, y.dtype)))
+        terms = np.multiply(y, dy, out=block.buffer("e", y.shape, y.dtype))
+        parts.append(row_sum(terms))
+    dot = sum_of_parts(parts)
     for piece in pieces:
         if len(pieces) > 1:  # a single one is still there
             y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
@@ -606,10 +620,8 @@ def _softmax_vjp(problem, block):
 def _log_softmax_vjp(problem, block):
     """scale * (dy - exp(y) * sum(dy)), and 0 where y is -inf."""
     work = _work_dtype(problem)
-    total = 0
     pieces = block.pieces()
-    for piece in pieces:
-        total = total + row_sum(block.matrix("dy", piece, work))
+    total = sum_of_parts([row_sum(block.matrix("dy", piece, work)) for piece in pieces])
     for piece in pieces:
         y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
         absent = y == -np.inf

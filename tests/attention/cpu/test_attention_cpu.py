@@ -41,7 +41,7 @@ def test_boxes_cover_every_entry_once():
     for shape in itertools.product((1, 2, 5), (1, 3), (1, 4, 7)):
         for size in (1, 2, 3, 6, 10, 1000):
             seen = np.zeros(shape, int)
-            for box in entries._boxes(shape, size):
+            for box in entries.boxes_of(shape, size):
                 assert seen[box].size <= size
                 seen[box] += 1
             assert (seen == 1).all()
@@ -534,3 +534,46 @@ def test_products_beyond_float32_whose_scores_are_not(rows_keys, scale, size, me
         dout = np.ones_like(out)
         grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, scale=scale)
         assert all(np.isfinite(x).all() for x in grads[:3])
+
+
+# --- what Ctrl-C waits for -----------------------------------------------------------
+
+
+def test_no_step_takes_all_of_many_keys():
+    many = 4_000_000
+    q, k = np.zeros((1, 64)), np.broadcast_to(np.zeros((1, 64)), (many, 64))
+    for call in (
+        ("attention", q, k, k),
+        ("attention_vjp", q, q, k, k, q, np.zeros(1)),
+    ):
+        assert cupyflash.explain(*call).details["keys_of_a_block"] <= 1 << 17
+    told = cupyflash.explain("attention", np.zeros((256, 64)), k, k, method="safe")
+    assert told.details["rows_of_a_task"] * many <= 1 << 22
+
+
+def test_one_query_of_many_keys_by_tiles(rng, monkeypatch):
+    """Its result, and its gradients, are those of all keys at once."""
+    q, dout = rng.normal(size=(2, 3, 1, 8))
+    k, v = rng.normal(size=(2, 3, 5000, 8))
+
+    def call():
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        return out, lse, *cupyflash.attention_vjp(dout, q, k, v, out, lse)[:3]
+
+    whole = call()
+    monkeypatch.setattr(entries, "_MOST_OF_A_ROW", 1000)
+    for x, y in zip(whole, call(), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-11, atol=1e-15)
+
+
+def test_merging_by_boxes_changes_no_bits(rng, monkeypatch):
+    outs, lses = rng.normal(size=(5, 2, 3, 7, 4)), rng.normal(size=(5, 2, 3, 7))
+    for axis in (0, 2):
+        args = np.moveaxis(outs, 0, axis), np.moveaxis(lses, 0, axis)
+        whole = cupyflash.merge_attention_states(*args, axis=axis)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention_cpu, "_MERGED", 20)
+            for x, y in zip(
+                whole, cupyflash.merge_attention_states(*args, axis=axis), strict=True
+            ):
+                assert x.tobytes() == y.tobytes()

@@ -56,6 +56,37 @@ def test_long_rows_far_from_zero(far, sign):
     assert np.abs(y / exact_softmax(x) - 1).max() <= 1e-15
 
 
+def alike(length, below):
+    """Rows of one number and 0, and the exact sums of their exponentials."""
+    x = np.full((len(below), length), -np.array(below)[:, None])
+    x[:, 0] = 0
+    return x, 1 + (length - 1) * np.exp(x[:, 1].astype(np.longdouble))
+
+
+@pytest.mark.parametrize("length", [12, 15, 16, 17, 23, 31, 63, 100, 103, 127, 128])
+def test_short_rows_of_terms_that_are_all_alike(length):
+    """Their roundings all have one sign: 1.4e-15 where sums had 16 terms in a row."""
+    x, total = alike(length, np.random.default_rng(length).uniform(0, 4, 3000))
+    score, log = x[:, 1], np.log(total)
+    y = cupyflash.softmax(x, axis=1)[:, 1]
+    exact = np.exp(score.astype(np.longdouble)) / total
+    assert np.abs(y / exact - 1).max() <= 1e-15
+    error = np.abs(cupyflash.logsumexp(x, axis=1) - log)
+    assert (error / np.maximum(1, log)).max() <= 1e-15
+    error = np.abs(cupyflash.log_softmax(x, axis=1)[:, 1] - (score - log))
+    assert (error / np.maximum(1, log - score)).max() <= 1e-15
+
+
+@pytest.mark.parametrize("method", ["auto", "safe", "online"])
+def test_long_rows_of_terms_that_are_all_alike(method):
+    """Hundreds of pieces: `online` was wrong by 1.6e-15."""
+    for below in (0.55, 1.3, 2.1):
+        x, total = alike(3_000_000, [below])
+        y = cupyflash.softmax(x, axis=1, method=method)[0, 1]
+        exact = np.exp(x[0, 1].astype(np.longdouble)) / total[0]
+        assert abs(y / exact - 1) <= 1e-15
+
+
 def test_pieces_far_apart():
     """Each piece has a maximum of its own, up to thousands below that of the row."""
     x = random(LONG, spread=1) - np.repeat(1000.0 * np.arange(9), PIECE)

@@ -295,7 +295,7 @@ class _Entries:
         )
         self._sinks = None
         if operands.sinks is not None:
-            with np.errstate(over="ignore"):  # far below float32 there is no sink
+            with np.errstate(all="ignore"):  # far below float32 there is no sink
                 sinks = operands.sinks.astype(self.dtype)
             self._sinks = split(sinks, 0)[..., None, None]
         self._length_k, self._length_q, self._offset = (

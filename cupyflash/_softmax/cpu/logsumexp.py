@@ -170,7 +170,8 @@ def _finish(block, pieces, states):
             redo |= np.abs(log) < np.abs(log_of_sum)
         redo &= np.isfinite(log)
         if redo.any():
-            log = np.where(redo, _wide_log(block, pieces, log), log)
+            rows = redo[:, 0]
+            log[rows] = _wide_log(block, pieces, rows, log[rows])
     return log, total
 
 
@@ -186,8 +187,8 @@ def _plain_sum(block, pieces, dtype):
     return total
 
 
-def _wide_log(block, pieces, log):
-    """Log of the sum where its parts may cancel.
+def _wide_log(block, pieces, rows, log):
+    """Log of the sum of some rows, where its parts may cancel.
 
     The largest terms are set apart, so that log1p sees the small ones (as in SciPy);
     long doubles give the digits that the cancellation takes.
@@ -195,15 +196,17 @@ def _wide_log(block, pieces, log):
     wide = np.longdouble
     m = -np.inf
     for piece in pieces:
-        m = np.maximum(m, row_max(_scores_and_weights(block, piece, np.float64)[0]))
+        x, _ = _scores_and_weights(block, piece, np.float64)
+        m = np.maximum(m, row_max(x[rows]))
     m = _finite_or_zero(m)
     largest, rest = wide(0), wide(0)
     for piece in pieces:
         x, b = _scores_and_weights(block, piece, np.float64)
+        x, b = x[rows], None if b is None else b[rows]
         top = x == m
         e = _weigh(np.exp(x.astype(wide) - m), b)
         if (absent := block.absent(piece)) is not None:
-            np.copyto(e, 0, where=absent)
+            np.copyto(e, 0, where=absent[rows])
         largest = largest + row_sum(np.where(top, e, 0))
         rest = rest + row_sum(np.where(top, 0, e))
     beside = (largest > 0) & (largest + rest > 0)

@@ -37,6 +37,9 @@ constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr int kStages = STAGES;
 constexpr bool kSharesP = kWarpsM > 1;
+// Whether tiles that the mask function shows whole have code of their own: it takes
+// registers, which a score function leaves none of.
+constexpr bool kHasShownWay = kHasMaskFunction && !kHasScoreFunction && !kCareful;
 static_assert(kSumWarps == kNumWarps && kWarpsM * kWarpsN == kNumWarps);
 static_assert(kStages == 1 || kStages == 2);
 
@@ -243,7 +246,7 @@ struct backward_t {
     };
     if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
       finish([](int, int) { return true; }, constant_t<false>());
-    } else if (kHasMaskFunction && !kCareful && is_shown) {
+    } else if (kHasShownWay && is_shown) {
       finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<true>());
     } else {
       finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<false>());
@@ -363,10 +366,11 @@ struct backward_t {
                           min(index_t(view.first_key + kBlockN), params.seqlen_k));
     };
     tiles_t tiles;
-    int i0 = tiles.next(view.first, view.last, shown);
-    load_block(i0);
+    load_block(tiles.next(view.first, view.last, shown));
+    // The first tile is found again: kept across the copies it costs registers.
 #pragma unroll 1
-    for (; i0 < view.last; i0 += tiles.distance) {
+    for (int i0 = tiles.next(view.first, view.last, shown); i0 < view.last;
+         i0 += tiles.distance) {
       const bool is_shown = tiles.is_whole(i0);
       tiles.step<kStages == 2>(i0, view.last, shown);
       const unsigned stage = stage_of(i0);

@@ -150,11 +150,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                           min(index_t(view.j0 + kBlockN), params.seqlen_k));
     };
     shown_tiles_t<kGranule> tiles;
-    int i0 = tiles.next(view.first, view.last, shown);
-    load_queries(i0);
+    load_queries(tiles.next(view.first, view.last, shown));
 
+    // The first tile is found again: kept across the copies it costs registers.
 #pragma unroll 1
-    for (; i0 < view.last; i0 += tiles.distance) {
+    for (int i0 = tiles.next(view.first, view.last, shown); i0 < view.last;
+         i0 += tiles.distance) {
       tiles.step<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule has arrived; all warps have read the previous

@@ -159,8 +159,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                         j + kGranule);
   };
   shown_tiles_t<kGranule> tiles;
-  int j0 = tiles.next(view.first, view.last, shown);
-  load_keys(j0);
+  load_keys(tiles.next(view.first, view.last, shown));
   if (__syncthreads_or(has_odd_pairs(view, scores, params))) {
     ptx::wait_copy_groups<0>();
     if (threadIdx.x == 0) found->nonfinite = 1;
@@ -189,8 +188,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   two_level_sum_t<float, decltype(total)> two_level_total;
   two_level.begin();
   two_level_total.begin();
+  // The first tile is found again: kept across the copies it costs registers.
 #pragma unroll 1
-  for (; j0 < view.last; j0 += tiles.distance) {
+  for (int j0 = tiles.next(view.first, view.last, shown); j0 < view.last;
+       j0 += tiles.distance) {
     tiles.step<kStages == 2>(j0, view.last, shown);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule has arrived; the previous one has been read

@@ -26,6 +26,7 @@ from cupyflash._attention.gpu.sm90.forward_tiles import (
     NARROW,
     NARROW_KEYS,
     TILES,
+    Few,
     HopperTile,
     Ladder,
 )
@@ -114,7 +115,7 @@ class HopperKernel:
     methods: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
-    few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
+    few: Few
     narrow: dict[tuple[int, int], HopperTile]
     listed: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
@@ -201,7 +202,7 @@ class HopperKernel:
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
             tiles = kernel.by_threshold(self.few, max(self._dims(problem)))
             if _adds_terms(problem) or problem.has_functions:
-                return tiles[2]
+                return tiles[3 if _weight_of_terms(problem) == 3 else 2]
             return tiles[_bytes_of_keys(problem) > _CACHED]
         return kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
 

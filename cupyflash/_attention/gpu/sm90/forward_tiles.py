@@ -38,15 +38,17 @@ class HopperTile:
 Ladder = tuple[tuple[float, HopperTile], ...]
 
 # If one warpgroup has room for all queries, by head dimension: the tile for keys and
-# values that fit into the L2 cache, the one for more, and the one for scores with
-# options, which take registers.
-FEW: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...] = (
+# values that fit into the L2 cache, the one for more, and, since options take registers,
+# the one for scores with an option and the one for several.
+Few = tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile, HopperTile]], ...]
+FEW: Few = (
     (
         64,
         (
             HopperTile(1, 128, False, 2, True),
             HopperTile(1, 128, False, 2, True),
             HopperTile(1, 128, False, 6),
+            HopperTile(1, 64, False, 6),
         ),
     ),
     (
@@ -55,10 +57,11 @@ FEW: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...] = (
             HopperTile(1, 128, False, 2, True, box_n=16),
             HopperTile(1, 128, False, 1),
             HopperTile(1, 64, False, 6),
+            HopperTile(1, 64, False, 6),
         ),
     ),
-    (192, (HopperTile(1, 64, False, 4),) * 3),
-    (256, (HopperTile(1, 64, False, 3),) * 3),
+    (192, (HopperTile(1, 64, False, 4),) * 4),
+    (256, (HopperTile(1, 64, False, 3),) * 4),
 )
 
 # For windows of up to this many keys, where another tile is faster than that for other

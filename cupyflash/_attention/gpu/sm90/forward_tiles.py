@@ -38,8 +38,8 @@ class HopperTile:
 Ladder = tuple[tuple[float, HopperTile], ...]
 
 # If one warpgroup has room for all queries, by head dimension: the tile for keys and
-# values that fit into the L2 cache, the one for more, and, since options take registers,
-# the one for scores with an option and the one for several.
+# values that fit into the L2 cache, the one for more, and, since options take
+# registers, the one for scores with an option and the one for several.
 Few = tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile, HopperTile]], ...]
 FEW: Few = (
     (

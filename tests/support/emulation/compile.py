@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 # Kept between runs: the name of a library is the digest of all that it is made of.
 FOLDER = Path(tempfile.gettempdir()) / f"cupyflash-emulation-{os.getuid()}"
 FLAGS = (
-    *("-std=gnu++17", "-O1", "-fPIC", "-shared", "-w", "-mfma", "-mf16c"),
+    *("-std=gnu++17", "-O1", "-fPIC", "-shared", "-w", "-g1", "-mfma", "-mf16c"),
     *("-fno-strict-aliasing", "-fwrapv", "-fno-threadsafe-statics", "-fno-gnu-unique"),
     # An access that is not aligned stops here as it does on a GPU, and a variable that
     # nothing was written to is no zero by luck.
@@ -86,7 +86,7 @@ def _place_shared(text):
                 return f"static emu::dynamic_shared_t<{kind}> {name};{lines}"
             return (
                 f"{kind}* const {name} = reinterpret_cast<{kind}*>("
-                f"emu::self->shared + emu::kDynamic);{lines}"
+                f"emu::self->shared + emu::dynamic_start);{lines}"
             )
         first, *others = _split(declaration)
         kind, first = re.match(
@@ -136,6 +136,7 @@ def _build(text, flags, suffix=".cpp"):
             ["g++", *flags, f"-I{HERE}", str(path), "-o", str(made)],
             capture_output=True,
             text=True,
+            cwd=FOLDER,  # where the lines of kernels are said to lie
         )
         if done.returncode:
             kept = FOLDER / f"{digest}{suffix}"
@@ -143,6 +144,18 @@ def _build(text, flags, suffix=".cpp"):
             raise RuntimeError(f"g++ does not compile {kept}:\n{done.stderr[:6000]}")
         made.replace(library)  # another process may make the same
     return library
+
+
+def with_line(message):
+    """A message of the runtime with the line of the kernel in place of an address."""
+    found = re.search(r"(/\S+\.so)\+(0x[0-9a-f]+)", message)
+    if found is None or shutil.which("addr2line") is None:
+        return message
+    told = subprocess.run(
+        ["addr2line", "-i", "-e", *found.groups()], capture_output=True, text=True
+    )
+    lines = [line.split(" ")[0] for line in told.stdout.replace(f"{FOLDER}/", "").split("\n")]
+    return message.replace(found[0], " from ".join(filter(None, lines)))
 
 
 @functools.cache

@@ -8,6 +8,8 @@
 // take.
 #pragma once
 
+// A type of the system that kernels have one of their own by the name of.
+#define key_t system_key_t
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -17,6 +19,7 @@
 #include <cstdlib>
 #include <type_traits>
 #include <utility>
+#undef key_t
 
 #define __device__
 #define __host__
@@ -88,8 +91,8 @@ extern dim_t grid_dim, block_dim;
 // Where shared memory of the blocks of a cluster begins; an address of 32 bits counts
 // from here. That of block `rank` begins at rank * kWindow.
 extern unsigned char* cluster_memory;
-constexpr unsigned kWindow = 1u << 19;
-constexpr unsigned kDynamic = 1u << 17;  // where dynamic shared memory begins
+constexpr unsigned kWindow = 1u << 18;
+extern unsigned dynamic_start;  // of dynamic shared memory, in that of a block
 
 // Ends the launch with an error that names kernel, block and thread.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -143,7 +146,7 @@ template <typename T> T& shared_as(unsigned address) {
 
 // `extern __shared__ T name[]` outside of functions.
 template <typename T> struct dynamic_shared_t {
-  operator T*() const { return reinterpret_cast<T*>(self->shared + kDynamic); }
+  operator T*() const { return reinterpret_cast<T*>(self->shared + dynamic_start); }
 };
 
 // A lane's arguments of a shuffle or vote.
@@ -254,10 +257,15 @@ inline unsigned short bf16_from_f32(float x) {
   return static_cast<unsigned short>((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-// The kernel with arguments as the driver gets them.
+// The kernel with arguments as the driver gets them, in memory of any alignment.
+template <typename T> T argument(const void* given) {
+  alignas(T) unsigned char bytes[sizeof(T)];
+  memcpy(bytes, given, sizeof(T));
+  return *reinterpret_cast<T*>(bytes);
+}
 template <typename... Args, size_t... n>
 void call_with(void (*kernel)(Args...), void** arguments, std::index_sequence<n...>) {
-  kernel(*static_cast<std::remove_cv_t<Args>*>(arguments[n])...);
+  kernel(argument<std::remove_cv_t<Args>>(arguments[n])...);
 }
 template <typename... Args> void call(void (*kernel)(Args...), void** arguments) {
   call_with(kernel, arguments, std::index_sequence_for<Args...>());

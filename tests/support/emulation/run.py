@@ -1,15 +1,18 @@
 """Rows of the tables on the emulation, against the oracle.
 
     python tests/support/emulation/run.py --arch sm_80 --rows attention/mma_short
+    python tests/support/emulation/run.py --arch sm_80 --rows attention/mma --fuzz 30
+    python tests/support/emulation/run.py --rows points/mma --fuzz 20 --seed 100
     python tests/support/emulation/run.py --arch sm_75 --seconds 60     # all rows there
-    python tests/support/emulation/run.py --rows attention/tiled --fuzz 30 --seed 4
 
-A row runs the cases of tests/support/rows.py that it takes; with `--fuzz` so many
-problems of tests/support/fuzz.py, too. Compiled kernels are kept in the folder of
-temporary files.
+A row of softmax or attention runs the cases of tests/support/rows.py that it takes (or
+some: --kinds, --dtypes), and with `--fuzz` so many problems of tests/support/fuzz.py;
+one of points runs problems of tests/support/fuzz_points.py, cut to few points. Compiled
+kernels are kept in the folder of temporary files.
 """
 
 import argparse
+import functools
 import sys
 import time
 import traceback
@@ -19,6 +22,9 @@ SUPPORT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(SUPPORT), str(SUPPORT.parents[1])]
 
 import emulation  # noqa: E402
+
+# Rows of points; "series" is mma with the smooth tiles as series.
+POINTS = ("mma", "products", "direct", "series")
 
 
 def main():
@@ -30,72 +36,128 @@ def main():
     parser.add_argument("--dtypes", nargs="*", default=None)
     parser.add_argument("--fuzz", type=int, default=0, metavar="PROBLEMS")
     parser.add_argument("--budget", type=int, default=11, help="log2 of scores")
+    parser.add_argument("--points", type=int, default=700, help="of a cloud, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9)
     args = parser.parse_args()
     cupy = emulation.install(args.arch, args.sms)
     end = time.monotonic() + args.seconds
     wrong = 0
-    for name, problem in problems(args):
+    for name, check in checks(args, cupy):
         if time.monotonic() > end:
             print("stopped: out of time")
             break
-        wrong += not tried(cupy, name, problem)
+        wrong += not passes(name, check)
     return 1 if wrong else 0
 
 
-def problems(args):
-    """(name, problem), with the row that it belongs to forced."""
-    import numpy as np
+def checks(args, cupy):
+    """(name, what to call), with the row that it belongs to forced."""
     import pytest
     import rows
 
-    names = args.rows or [f"{operation}/{row}" for operation, row in rows.all_rows()]
+    names = args.rows or [
+        *(f"{operation}/{row}" for operation, row in rows.all_rows()),
+        *(f"points/{row}" for row in POINTS),
+    ]
     for name in names:
         operation, row = name.split("/")
         with pytest.MonkeyPatch.context() as patch:
-            rows.force(patch, operation, row)
-            for case in rows.cases(operation, row, args.arch):
-                if args.kinds and case.kind not in args.kinds:
-                    continue
-                if args.dtypes and case.dtype not in args.dtypes:
-                    continue
-                yield str(case), rows.problem_of(case, np.random.default_rng(0))
-            found = 0
-            for seed in range(args.seed, args.seed + 50 * args.fuzz):
-                if found == args.fuzz:
-                    break
-                problem = rows.fuzz.draw(operation, seed, budget=args.budget)
-                if is_taken(name, problem):
-                    found += 1
-                    yield f"{name} {problem.reproducer(np)}", problem
+            if operation == "points":
+                yield from of_points(args, cupy, patch, row)
+            else:
+                rows.force(patch, operation, row)
+                for told, problem in problems(args, operation, row):
+                    yield told, functools.partial(rows.check, cupy, problem)
 
 
-def is_taken(name, problem):
+def problems(args, operation, row):
+    """(name, problem) of a row of softmax or attention."""
+    import numpy as np
     import planned
-
-    try:
-        return name in planned.plan(problem).rows
-    except NotImplementedError:
-        return False
-
-
-def tried(cupy, name, problem):
-    """Whether a problem came out right; tells it."""
     import rows
 
+    for case in rows.cases(operation, row, args.arch):
+        if case.kind in (args.kinds or [case.kind]) and case.dtype in (
+            args.dtypes or [case.dtype]
+        ):
+            yield str(case), rows.problem_of(case, np.random.default_rng(0))
+    found, seed = 0, args.seed
+    while found < args.fuzz and seed < args.seed + 100 * args.fuzz:
+        problem = rows.fuzz.draw(operation, seed, budget=args.budget)
+        seed += 1
+        try:
+            planned.plan(problem, row)
+        except NotImplementedError:
+            continue
+        found += 1
+        yield problem.reproducer(np), problem
+
+
+def of_points(args, cupy, patch, row):
+    """(name, check) of a row of points, which takes small problems here."""
+    from cupyflash._cuda import plan_cache
+    from cupyflash._points.gpu import clouds, dispatch, registry
+    from tests.support import fuzz_points
+
+    spec = {r.name: r for r in registry.KERNELS}["mma" if row == "series" else row]
+    patch.setattr(registry, "KERNELS", (spec,))
+    patch.setattr(dispatch, "_plans", plan_cache.PlanCache())
+    patch.setattr(registry, "_FEW_PAIRS", 1)
+    patch.setattr(clouds, "_FEW_PAIRS", 1)
+    patch.setattr(registry, "_SERIES_PAIRS", 1 if row == "series" else 1 << 60)
+    found, seed = 0, args.seed
+    most = args.fuzz or 20
+    while found < most and seed < args.seed + 100 * most:
+        problem = fuzz_points.draw(seed)
+        seed += 1
+        # The others take less: shapes without NaN of what is left out.
+        for name in ("x", "y", "weights", "values"):
+            if problem[name] is not None:
+                axis = -1 if name == "weights" else -2
+                few = [slice(None)] * problem[name].ndim
+                few[axis] = slice(args.points)
+                problem[name] = problem[name][tuple(few)]
+        if _refuses(spec, problem, cupy):
+            continue
+        found += 1
+        yield (
+            f"points/{row} {seed - 1} {fuzz_points.summary(problem)}",
+            functools.partial(_within_promise, fuzz_points, problem, cupy),
+        )
+
+
+def _refuses(spec, problem, cupy):
+    dim, size = problem["x"].shape[-1], min(problem[n].shape[-2] for n in "xy")
+    if spec.name == "direct":
+        return False
+    if problem["kernel"] != "gaussian" or problem["x"].dtype != "float32":
+        return True
+    if spec.name == "products":
+        return dim < spec.min_dim
+    return dim > spec.max_dim or size < 256
+
+
+def _within_promise(fuzz_points, problem, cupy):
+    share = fuzz_points.share_of_promise(problem, cupy)
+    assert share <= 1, f"{share} of the promise"
+
+
+def passes(name, check):
+    """Whether a check passes; tells it."""
     from emulation import stand_in
 
     stand_in.launched.clear()
     begin = time.monotonic()
     try:
-        rows.check(cupy, problem)
+        check()
     except NotImplementedError as error:
         print(f"{name}: refused: {str(error).splitlines()[-1]}", flush=True)
         return True
-    except Exception:
-        print(f"{name}: WRONG\n{problem}")
-        traceback.print_exc(limit=-3)
+    except Exception as error:
+        print(f"{name}: WRONG, {' '.join(stand_in.launched)}")
+        told = "".join(traceback.format_exception(error, limit=-3))
+        print(told[-4000:], flush=True)
         return False
     seconds = time.monotonic() - begin
     print(f"{name}: {seconds:.1f} s, {' '.join(stand_in.launched)}", flush=True)

@@ -5,12 +5,14 @@
 // run wait for what others write, more blocks start; where there are none left, or
 // nothing happens for long, the launch ends with an error that says who waits where.
 // Shared memory is poisoned before a block, and so are the targets of copies under way.
+#include <dlfcn.h>
 #include <fenv.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <memory>
@@ -119,6 +121,7 @@ struct cluster_t {
 thread_t* self = nullptr;
 dim_t grid_dim, block_dim;
 unsigned char* cluster_memory = nullptr;
+unsigned dynamic_start;
 
 namespace {
 
@@ -302,7 +305,7 @@ void start_cluster() {
                    unsigned(n / launch->grid.x / launch->grid.y)};
     block.shared = cluster.memory + size_t(rank) * kWindow;
     memset(block.shared, kPoison, *launch->reserved);
-    memset(block.shared + kDynamic, kPoison, launch->smem + kBehind);
+    memset(block.shared + dynamic_start, kPoison, launch->smem + kBehind);
     block.left = num_threads;
     block.fibers.resize(num_threads);
     block.warps.resize((num_threads + 31) / 32);
@@ -329,7 +332,7 @@ void start_cluster() {
 void give_back(cluster_t& cluster) {
   for (auto& block : cluster.blocks) {
     for (fiber_t& fiber : block->fibers) free_stacks.push_back(fiber.stack);
-    const unsigned char* const end = block->shared + kDynamic + launch->smem;
+    const unsigned char* const end = block->shared + dynamic_start + launch->smem;
     for (unsigned n = 0; n < kBehind && !has_failed; ++n) {
       if (end[n] == kPoison) continue;
       snprintf(error, sizeof(error),
@@ -397,7 +400,7 @@ void run_all() {
   }
 }
 
-void on_signal(int number, siginfo_t* info, void*) {
+void on_signal(int number, siginfo_t* info, void* context) {
   if (!is_running) {
     signal(number, SIG_DFL);
     raise(number);
@@ -406,9 +409,16 @@ void on_signal(int number, siginfo_t* info, void*) {
   const char* const what = number == SIGILL   ? "undefined behaviour"
                            : number == SIGFPE ? "a division by zero"
                                               : "no memory, or not aligned";
-  snprintf(error, sizeof(error), "%s: %s at %p, thread %u of block (%u, %u, %u)",
-           launch->name, what, info->si_addr, self->number, self->block.x,
-           self->block.y, self->block.z);
+  // The instruction, as a place in its library: stand_in.py finds its line.
+  const auto at = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP];
+  Dl_info library{};
+  dladdr(reinterpret_cast<void*>(at), &library);
+  snprintf(error, sizeof(error),
+           "%s: %s (address %p) at %s+0x%llx, thread %u of block (%u, %u, %u)",
+           launch->name, what, info->si_addr,
+           library.dli_fname ? library.dli_fname : "",
+           at - reinterpret_cast<long long>(library.dli_fbase), self->number,
+           self->block.x, self->block.y, self->block.z);
   has_failed = true;
   siglongjmp(back, 1);
 }
@@ -659,7 +669,7 @@ void wait_copies() { copy_before(~0ul); }
 
 unsigned reserve_shared(unsigned& reserved, unsigned bytes, unsigned alignment) {
   const unsigned at = (reserved + alignment - 1) / alignment * alignment;
-  if (at + bytes > kDynamic) fail("too much static shared memory");
+  if (at + bytes > dynamic_start) fail("too much static shared memory");
   reserved = at + bytes;
   // The first thread that comes here reserves it: poison it for all that run.
   for (auto& cluster : clusters) {
@@ -700,6 +710,8 @@ extern "C" const char* emu_run(const launch_t* of, void (*entry)(void**),
   arguments = given;
   grid_dim = of->grid;
   block_dim = of->block;
+  // Addresses of shared memory have 18 bits in what wgmma is told of it.
+  dynamic_start = of->smem > (200u << 10) ? 28 << 10 : 48 << 10;
   has_failed = false;
   error[0] = 0;
   idle_rounds = 0;

@@ -347,7 +347,7 @@ def _run(ptr, grid, block, smem, arguments, is_cooperative=False):
     launched.append(entry)
     wrong = launch_kernel(ctypes.byref(launch), ctypes.c_void_p(arguments))
     if wrong:
-        raise KernelError(wrong.decode())
+        raise KernelError(compile_cpp.with_line(wrong.decode()))
     check_all()
 
 

@@ -15,6 +15,9 @@ using accum_t = ACCUM_T;
 
 constexpr double kLargeScore = 16;  // bits
 
+// What names a group in `redo`: a launch before that left no parts of it, or this one.
+constexpr int kNoParts = 1, kDoubtful = 2;
+
 // One thread per row; the second axis of the grid counts chunks of columns.
 extern "C" __global__ void points_combine(
     const double* __restrict__ refs,      // part_row
@@ -38,8 +41,8 @@ extern "C" __global__ void points_combine(
       is_named |= !(log2_largest >= from_ordered(facts[entry].values) - kSmallSum);
     }
     if (!is_named) return;
-  } else if (flag) {
-    return;  // it has no parts
+  } else if (flag == kNoParts) {
+    return;
   }
 
   const int num_parts =
@@ -105,7 +108,9 @@ extern "C" __global__ void points_combine(
     }
   }
   if (!params.repair) {
-    if (!is_good) flag = 1;
+    // Other rows of the group, and other columns, may come later: no repair follows
+    // where there is nothing better, and they must not stay unwritten.
+    if (!is_good) flag = kDoubtful;
     if (!kHasWeights && greatest > 0) {
       atomicMax(&facts[entry].results, __float_as_uint(greatest));
     }

@@ -98,10 +98,10 @@ def _place_shared(text):
             least = alignment or f"alignof({name}_shared_t)"
             found.append(
                 f"typedef {kind}{name}_shared_t{axes}; "
-                f"static const unsigned {name}_place = emu::reserve_shared("
+                f"static const unsigned {name}_shared_at = emu::reserve_shared("
                 f"emu_reserved, sizeof({name}_shared_t), {least}); "
                 f"{name}_shared_t& {name} = *reinterpret_cast<{name}_shared_t*>("
-                f"emu::self->shared + {name}_place);"
+                f"emu::self->shared + {name}_shared_at);"
             )
         return " ".join(found) + lines
 
@@ -154,7 +154,9 @@ def with_line(message):
     told = subprocess.run(
         ["addr2line", "-i", "-e", *found.groups()], capture_output=True, text=True
     )
-    lines = [line.split(" ")[0] for line in told.stdout.replace(f"{FOLDER}/", "").split("\n")]
+    lines = [
+        line.split(" ")[0] for line in told.stdout.replace(f"{FOLDER}/", "").split("\n")
+    ]
     return message.replace(found[0], " from ".join(filter(None, lines)))
 
 

@@ -60,8 +60,8 @@ template <typename T, int kColumns, bool kByColumns> void multiply_tiles(void** 
   const tile_t b_tile(first.b_tile);
   for (int k = 0; k < 16; ++k) {
     for (int n = 0; n < kColumns; ++n) {
-      b[k][n] = value_of<T>(kByColumns ? b_tile.by_columns(n, k)
-                                       : b_tile.by_slots(n, k));
+      b[k][n] =
+          value_of<T>(kByColumns ? b_tile.by_columns(n, k) : b_tile.by_slots(n, k));
     }
   }
   if (first.a == nullptr) {

@@ -154,7 +154,7 @@ def _instead(name, value):
     if hasattr(value, "dtype"):
         instead = (
             f"pass it by name: {name} after `*` in the function, and score_arrays= or "
-            f"mask_arrays={{'{name}': {name}}}"
+            f"mask_arrays={{'{name}': {name}}} (kernels of points take numbers alone)"
         )
     elif getattr(value, "__name__", "") == "cupy":
         instead = "use np.f(x), for CuPy arrays, too"

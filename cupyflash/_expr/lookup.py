@@ -66,10 +66,11 @@ def lookup(
     TypeError, ValueError
         If the function does what cannot be traced; the message names the line.
     """
+    what = "kernel" if names else "mask" if mask else "score"
     try:
         values, functions = closed_over(function)  # type: ignore[arg-type]
     except AttributeError:
-        return lookup(_of_partial(function, mask), arrays, mask, names)
+        return lookup(_of_partial(function, what), arrays, mask, names)
     except ValueError:  # a cell that is empty yet
         raise ValueError(
             f"{function.__name__} closes over a name that has no value yet"
@@ -92,21 +93,21 @@ def lookup(
                 pass
             return expression, values
     if type(function) is not types.FunctionType:
-        _refuse_kind(function, mask)
+        _refuse_kind(function, what)
     expression, pinned = _traced_twice(function, arrays, mask, values, functions, names)
     _keep(key, function.__code__, values, pinned, expression)
     return expression, values
 
 
-def _of_partial(function, mask):
+def _of_partial(function, what):
     """The plain function of a functools.partial, what is bound being its defaults."""
     inner = getattr(function, "func", None)
     if type(function) is not functools.partial or type(inner) is not types.FunctionType:
-        _refuse_kind(function, mask)
+        _refuse_kind(function, what)
     bound = dict(zip(inner.__code__.co_varnames, function.args, strict=False))
     bound |= function.keywords
     if bound.keys() & VARIABLES.keys():
-        _refuse_kind(function, mask)
+        _refuse_kind(function, what)
     plain = types.FunctionType(
         inner.__code__,
         inner.__globals__,
@@ -118,8 +119,7 @@ def _of_partial(function, mask):
     return plain
 
 
-def _refuse_kind(function, mask):
-    what = "mask" if mask else "score"
+def _refuse_kind(function, what):
     raise TypeError(
         f"{what} must be a plain function (def or lambda), got "
         f"{type(function).__name__}; call it from one"
@@ -160,7 +160,7 @@ def _traced_twice(function, arrays, mask, values, functions, names):
     second, _ = trace(function, arrays, mask, values, functions, names)
     if first.key != second.key:
         fail(
-            f"{function.__name__} is not the same at each call: a score or mask "
+            f"{function.__name__} is not the same at each call: what it returns "
             "depends on its arguments and on constants alone, not on random numbers "
             "or time",
             start_of(function.__code__),
@@ -204,6 +204,8 @@ def trace(function, arrays, mask, values, functions, names=()):
         fail(
             f"a mask returns a boolean, got {root.dtype}: compare, as in i >= j", start
         )
+    if names and root.dtype == "bool":
+        fail("a kernel returns a number: write np.where(near, 1.0, 0.0)", start)
     if not mask and root.dtype == "bool":
         fail("a score returns a number: write np.where(seen, s, -np.inf)", start)
     dtypes = {name: dtype_name(array) for name, array in arrays.items()}

@@ -18,6 +18,8 @@ from cupyflash._core import arrays as _arrays
 from cupyflash._points import api, kernels
 from cupyflash._points.problem import PointsProblem
 
+_MOST_EXPONENT = 256  # of a bandwidth whose inverse can be multiplied with itself
+
 
 class PointsGrads(NamedTuple):
     """Gradients of the shapes of what they belong to; None for what was not given.
@@ -44,10 +46,11 @@ class PointsGrads(NamedTuple):
 def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
     """The gradients of a problem, and of its results as far as they are known."""
     xp = np if problem.backend == "numpy" else _cupy()
-    dtype = problem.dtype
+    dtype, unit = problem.dtype, 1.0
     if xp is np:
         # Of a gradient more is lost to cancellation than of a sum.
         problem, dout, dlse, out, lse = _widened(problem, dout, dlse, out, lse)
+        problem, unit = _in_units(problem)
     problem = _centred(problem)
     if problem.reduction == "kernel_sum":
         grads = _of_sum(xp, problem, dout)
@@ -61,12 +64,13 @@ def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
         (of_x * problem.x**2).sum(axis=-2) - 2 * (problem.x * x_y).sum(axis=-2)
     ) + y_y.sum(axis=-2)
     dbandwidth = -2 * s2 * xp.asarray(problem.scale, dtype=problem.dtype) * squares
-    dbandwidth = dbandwidth.reshape(-1, problem.dim).sum(axis=0)
+    dbandwidth = dbandwidth * unit
+    dbandwidth = dbandwidth.sum(axis=tuple(range(dbandwidth.ndim - 1)))
     if not given.bandwidth:
         dbandwidth = dbandwidth.sum()
     found = PointsGrads(
-        _summed(2 * s2 * (problem.x * of_x - x_y), given.x),
-        _summed(2 * s2 * (problem.y * of_y - y_x), given.y),
+        _summed(2 * s2 * (problem.x * of_x - x_y) * unit, given.x),
+        _summed(2 * s2 * (problem.y * of_y - y_x) * unit, given.y),
         None if given.values is None else _of_values(dvalues, given.values),
         None if given.log_weights is None else _summed(dlog_weights, given.log_weights),
         dbandwidth,
@@ -87,6 +91,23 @@ def _widened(problem, *arrays):
     names = ("x", "y", "values", "log_weights")
     operands = {name: widen(getattr(problem, name)) for name in names}
     return problem.of(dtype="float64", **operands), *map(widen, arrays)
+
+
+def _in_units(problem):
+    """The same problem with bandwidths whose squares are numbers, and the unit."""
+    width = np.array(problem.bandwidth)
+    exponent = np.frexp(width)[1] - 1
+    if not (np.abs(exponent) > _MOST_EXPONENT).any():
+        return problem, 1.0
+    unit = np.ldexp(1.0, -np.clip(exponent, -1000, 1000))
+    width = width * unit
+    changed = problem.of(
+        x=problem.x * unit,
+        y=problem.y * unit,
+        bandwidth=tuple(width.tolist()),
+        scale=tuple((1.0 / width).tolist()),
+    )
+    return changed, unit
 
 
 def _centred(problem):
@@ -152,7 +173,7 @@ def _of_sum(xp, problem: PointsProblem, dout):
         ones = xp.ones((*of.shape[:-1], 1), of.dtype)
         terms = _outer(xp, values, xp.concatenate([ones, *others], axis=-1))
         sums = _kernel_sum(problem, slope, to, of, terms)
-        sums = sums.reshape(*to.shape[:-1], values.shape[-1], -1)
+        sums = sums.reshape(*to.shape[:-1], values.shape[-1], 1 + width * len(others))
         return -factor * (weights[..., :, None] * sums).sum(axis=-2)
 
     of_rows = moments(x, y, b, dout, (y, y * y))
@@ -198,7 +219,7 @@ def _of_mean(xp, problem: PointsProblem, dout, dlse, out, lse):
     ones = xp.ones((*x.shape[:-1], 1), x.dtype)
     terms = xp.concatenate([ones, x], axis=-1)
     gradients = xp.concatenate([through, dout], axis=-1)
-    by = xp.concatenate([xp.ones_like(y[..., :1]), v], axis=-1)
+    by = xp.concatenate([xp.ones((*y.shape[:-1], 1), y.dtype), v], axis=-1)
     sums = weighted(slope, y, x, inverse, weights, _outer(xp, gradients, terms))
     sums = sums.reshape(*sums.shape[:-1], gradients.shape[-1], width + 1)
     of_columns = -factor * (by[..., :, None] * sums).sum(axis=-2)

@@ -13,6 +13,39 @@ import numpy as np
 from cupyflash._core import arrays as _arrays
 
 
+class Decay(NamedTuple):
+    """A kernel ``factor(r) * exp(-r)`` of ``r = sqrt(square * d2)``.
+
+    Without functions the factor is 1.
+    """
+
+    square: float
+    factor: Callable[[Any], Any] | None = None
+    log_factor: Callable[[Any], Any] | None = None
+
+    def value(self, d2: Any) -> Any:
+        """K."""
+        r = np.sqrt(self.square * d2)
+        weight = np.exp(-r)
+        return weight if self.factor is None else self.factor(_finite(r)) * weight
+
+    def log(self, d2: Any) -> Any:
+        """The logarithm of K."""
+        r = np.sqrt(self.square * d2)
+        return self.log_beyond(r, r)
+
+    def log_beyond(self, r: Any, beyond: Any) -> Any:
+        """The logarithm of K times exp(r - beyond)."""
+        if self.log_factor is None:
+            return -beyond
+        return self.log_factor(_finite(r)) - beyond
+
+
+def _finite(r):
+    """r as the factor of exp(-r), which is 0 for an infinite one."""
+    return np.minimum(r, 1e150)
+
+
 class Kernel(NamedTuple):
     """A kernel K(d2); a function that is None is not there.
 
@@ -20,7 +53,8 @@ class Kernel(NamedTuple):
     the kernel -dK/d(d2), and `slope_factor` a number that it is multiplied by.
     `reach` gives the d2 from which on K is below exp(-t), where K falls that fast.
     `smooth` tells that K has a derivative by d2 at 0, so that a small error of a small
-    d2 is one of K.
+    d2 is one of K. `decay` is what `value` and `log` are made of where K falls as the
+    exponential of a distance.
     """
 
     name: str
@@ -30,6 +64,7 @@ class Kernel(NamedTuple):
     slope_factor: float = 1.0
     reach: Callable[[float], float] | None = None
     smooth: bool = True
+    decay: Decay | None = None
     # Of a function of the caller: its expression, with d2 in the place of s, and what
     # it closes over.
     expression: Any = None
@@ -54,6 +89,14 @@ def _nonzero(d2):
     return np.where(d2 > 0, d2, 1.0)
 
 
+def _decaying(name, decay, **fields):
+    return Kernel(name, decay.value, decay.log, decay=decay, **fields)
+
+
+def _one_plus(r):
+    return 1 + r
+
+
 # The first seven are public. Those below are what gradients of the others sum up.
 _ROWS = (
     Kernel(
@@ -64,10 +107,9 @@ _ROWS = (
         slope_factor=0.5,
         reach=lambda t: 2 * t,
     ),
-    Kernel(
+    _decaying(
         "laplacian",
-        lambda d2: np.exp(-np.sqrt(d2)),
-        lambda d2: -np.sqrt(d2),
+        Decay(1.0),
         slope="laplacian_slope",
         slope_factor=0.5,
         reach=lambda t: t * t,
@@ -79,18 +121,16 @@ _ROWS = (
         lambda d2: -np.log1p(d2),
         slope="cauchy_slope",
     ),
-    Kernel(
+    _decaying(
         "matern32",
-        lambda d2: (1 + np.sqrt(3 * d2)) * np.exp(-np.sqrt(3 * d2)),
-        lambda d2: np.log1p(np.sqrt(3 * d2)) - np.sqrt(3 * d2),
+        Decay(3.0, _one_plus, np.log1p),
         slope="matern12_root3",
         slope_factor=1.5,
         reach=lambda t: (t + 2 * math.log1p(t)) ** 2 / 3,
     ),
-    Kernel(
+    _decaying(
         "matern52",
-        lambda d2: (1 + np.sqrt(5 * d2) + (5 / 3) * d2) * np.exp(-np.sqrt(5 * d2)),
-        lambda d2: np.log1p(np.sqrt(5 * d2) + (5 / 3) * d2) - np.sqrt(5 * d2),
+        Decay(5.0, lambda r: 1 + r + r * r / 3, lambda r: np.log1p(r + r * r / 3)),
         slope="matern32_root5",
         slope_factor=5 / 6,
         reach=lambda t: (t + 4 * math.log1p(t)) ** 2 / 5,
@@ -120,17 +160,8 @@ _ROWS = (
         lambda d2: 1 / ((1 + d2) * (1 + d2)),
         lambda d2: -2 * np.log1p(d2),
     ),
-    Kernel(
-        "matern12_root3",
-        lambda d2: np.exp(-np.sqrt(3 * d2)),
-        lambda d2: -np.sqrt(3 * d2),
-        smooth=False,
-    ),
-    Kernel(
-        "matern32_root5",
-        lambda d2: (1 + np.sqrt(5 * d2)) * np.exp(-np.sqrt(5 * d2)),
-        lambda d2: np.log1p(np.sqrt(5 * d2)) - np.sqrt(5 * d2),
-    ),
+    _decaying("matern12_root3", Decay(3.0), smooth=False),
+    _decaying("matern32_root5", Decay(5.0, _one_plus, np.log1p)),
     Kernel(
         "inverse_multiquadric_slope",
         lambda d2: 1 / ((1 + d2) * np.sqrt(1 + d2)),

@@ -69,6 +69,20 @@ def _floats(name, x):
         )
 
 
+def count(name: str, value: Any, least: int = 0) -> int:
+    """`value` as an int from `least` on; ValueError, TypeError."""
+    number = _arrays.index(name, value, "an int")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    return number
+
+
+def check_finite(name: str, x: Any) -> None:
+    """Refuse NaN and infinities; on a GPU that waits for the device."""
+    if not bool((abs(x) < np.inf).all()):
+        raise ValueError(f"{name} must be finite, got NaN or infinity in it")
+
+
 def compute_dtype(arrays: dict[str, Any]) -> str:
     """float32 for 16-bit and float32 alone, float64 once anything else takes part."""
     names = {_arrays.dtype_name(x) for x in arrays.values()}
@@ -138,7 +152,7 @@ def check_clouds(x: Any, y: Any) -> None:
         )
 
 
-def _broadcast(**shapes):
+def leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common leading axes; a ValueError that names the arguments."""
     try:
         return np.broadcast_shapes(*shapes.values())
@@ -184,7 +198,7 @@ def points(
                 f"got {weights.shape}"
             )
         shapes["log_weights"] = weights.shape[:-1]
-    batch = _broadcast(**shapes)
+    batch = leading_axes(**shapes)
     widths, scale = bandwidths(bandwidth, dim)
     problem = PointsProblem(
         reduction=reduction,

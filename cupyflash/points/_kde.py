@@ -17,6 +17,12 @@ def _cupy():
     return _arrays.import_cupy()
 
 
+def _real(name, x):
+    if x.dtype.kind == "c":
+        raise TypeError(f"{name} must hold real numbers, got {x.dtype}")
+    return x
+
+
 def _whitened(covariance, columns, middle):
     """Columns multiplied by the inverse Cholesky factor of a covariance.
 
@@ -54,6 +60,8 @@ class GaussianKDE(stats.gaussian_kde):
     ------
     ValueError, numpy.linalg.LinAlgError
         As SciPy's, for arguments of other shapes, and data in a subspace.
+    TypeError
+        For complex data or points.
 
     Notes
     -----
@@ -79,10 +87,11 @@ class GaussianKDE(stats.gaussian_kde):
 
     def __init__(self, dataset: Array, bw_method: Any = None, weights: Array = None):
         if not _arrays.lives_on_gpu(dataset):
+            _real("dataset", np.asarray(dataset))
             super().__init__(dataset, bw_method, weights)
             return
         cupy = _cupy()
-        self.dataset = cupy.atleast_2d(_arrays.adopt(dataset))
+        self.dataset = cupy.atleast_2d(_real("dataset", _arrays.adopt(dataset)))
         if self.dataset.size <= 1:
             raise ValueError("dataset must have more than one element")
         self.d, self.n = self.dataset.shape
@@ -118,7 +127,7 @@ class GaussianKDE(stats.gaussian_kde):
                 "the dataset and the points must both be NumPy or both be CuPy arrays: "
                 "give cupy.asarray(points) or cupy.asnumpy(points)"
             )
-        columns = xp.atleast_2d(xp.asarray(points))
+        columns = xp.atleast_2d(_real("points", xp.asarray(points)))
         d, m = columns.shape
         if d != self.d:
             if d != 1 or m != self.d:
@@ -264,10 +273,12 @@ class GaussianKDE(stats.gaussian_kde):
         upper, lower = ((z - self.dataset[0]) / width for z in (high, low))
         return self._weights @ (on_device.ndtr(upper) - on_device.ndtr(lower))
 
-    def integrate_box(self, low_bounds: Any, high_bounds: Any, *args, **kwargs) -> Any:
-        """Integral of the density over a box."""
+    def integrate_box(
+        self, low_bounds: Any, high_bounds: Any, maxpts: int | None = None, **options
+    ) -> Any:
+        """Integral of the density over a box; options are those of SciPy, as rng."""
         if self._xp() is np:
-            return super().integrate_box(low_bounds, high_bounds, *args, **kwargs)
+            return super().integrate_box(low_bounds, high_bounds, maxpts, **options)
         if self.d == 1:
             return self.integrate_box_1d(*map(float, (low_bounds, high_bounds)))
         raise NotImplementedError(

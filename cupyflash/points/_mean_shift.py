@@ -82,7 +82,7 @@ def mean_shift(
     Raises
     ------
     ValueError, TypeError
-        As `mean`; ValueError also where there is no point.
+        As `mean`; ValueError also where there is no point, or one is not finite.
 
     Notes
     -----
@@ -113,8 +113,11 @@ def mean_shift(
             f"x and seeds must have shape (points, D) with points, got {x.shape} and "
             f"{at.shape}"
         )
+    for name, cloud in (("x", x), ("seeds", at)):
+        points_problem.check_finite(name, cloud)
     bandwidth = _arrays.finite_number("bandwidth", bandwidth)
-    max_iter = _arrays.index("max_iter", max_iter, "an int")
+    cluster_all = _arrays.check_bool("cluster_all", cluster_all)
+    max_iter = points_problem.count("max_iter", max_iter)
     kernel = _flat if isinstance(kernel, str) and kernel == "flat" else kernel
     done, moved = 0, math.inf
     while True:

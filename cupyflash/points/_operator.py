@@ -20,9 +20,10 @@ class _Products:
 
     def _product(self, x, y, v):
         v = self._xp.asarray(v)
-        out = kernel_sum(
-            x, y, v.astype(x.dtype), kernel=self.kernel, bandwidth=self.bandwidth
-        )
+        if v.dtype.kind == "c":
+            return self._product(x, y, v.real) + 1j * self._product(x, y, v.imag)
+        v = v.astype(x.dtype)
+        out = kernel_sum(x, y, v, kernel=self.kernel, bandwidth=self.bandwidth)
         return out + self.diagonal * v if self.diagonal else out
 
     def _matvec(self, v):
@@ -68,7 +69,7 @@ class _Products:
         Raises
         ------
         ValueError
-            If there is no `diagonal`, or x and y are not one array.
+            If there is no `diagonal`, x and y are not one array, or `rank` is below 1.
 
         References
         ----------
@@ -81,7 +82,7 @@ class _Products:
                 f"with diagonal above 0, got diagonal {self.diagonal}"
             )
         xp, count = self._xp, len(self.x)
-        rank = min(_arrays.index("rank", rank, "an int"), count)
+        rank = min(points_problem.count("rank", rank, 1), count)
         chosen = np.sort(np.random.default_rng(rng).permutation(count)[:rank])
         landmarks = self.x[xp.asarray(chosen)]
         unit = xp.eye(rank, dtype=self.x.dtype)
@@ -112,7 +113,8 @@ class _Products:
 class KernelOperator(_Products, LinearOperator):
     """Matrix of kernels of two clouds as a linear operator, never stored.
 
-    ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``. Of NumPy arrays it is a
+    ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``, in the dtype of the points
+    whatever that of v, which may be complex. Of NumPy arrays it is a
     `scipy.sparse.linalg.LinearOperator`, of CuPy arrays one of `cupyx.scipy`, which the
     solvers of the same library take.
 

@@ -53,7 +53,8 @@ def logsumexp(
     -----
     Differences are taken before they are squared where products would lose digits, so
     that the clouds may lie anywhere: float32 results are within 2e-6 of the exact one,
-    float64 within 1e-13. Tiles of points too far apart to matter are skipped.
+    float64 within 1e-13. Tiles of points too far apart to matter are skipped. Points
+    whose squared distance in bandwidths overflows are infinitely far apart.
 
     Examples
     --------

@@ -185,6 +185,8 @@ def _weights(xp, name, given, points, dtype):
         )
     if xp is np and not (np.isfinite(given).all() and (given >= 0).all()):
         raise ValueError(f"{name} must hold finite weights from 0 on")
+    if xp is np and count and not (given.sum(axis=-1) > 0).all():
+        raise ValueError(f"{name} must hold a weight above 0, got none but zeros")
     return given
 
 
@@ -236,7 +238,8 @@ def sinkhorn(
     Raises
     ------
     ValueError, TypeError
-        If shapes or sums do not agree, or a number is out of its range.
+        If shapes or sums do not agree, or a number is out of its range. Points and
+        weights of NumPy arrays are looked at, too: all must be finite.
 
     Notes
     -----
@@ -275,10 +278,15 @@ def sinkhorn(
     points_problem.check_clouds(given["x"], given["y"])
     x, y = given["x"], given["y"]
     tol = _TOL[x.dtype.name] if tol is None else _positive("tol", tol)
-    max_iter = _arrays.index("max_iter", max_iter, "an int")
+    max_iter = points_problem.count("max_iter", max_iter)
+    if xp is np:
+        for name, cloud in (("x", x), ("y", y)):
+            points_problem.check_finite(name, cloud)
     a = _weights(xp, "a", given.get("a"), x, x.dtype)
     b = _weights(xp, "b", given.get("b"), y, y.dtype)
-    batch = np.broadcast_shapes(x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1])
+    batch = points_problem.leading_axes(
+        x=x.shape[:-2], y=y.shape[:-2], a=a.shape[:-1], b=b.shape[:-1]
+    )
     if xp is np and strength is None:
         _check_sums(a, b)
     sides = [

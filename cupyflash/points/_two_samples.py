@@ -1,5 +1,6 @@
 """Whether two samples have one distribution: energy distance, MMD, permutations."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -186,10 +187,10 @@ def _joined(x, y, fewest=1):
 
 def _tested(xp, statistic, num_x, count, permutations, rng, progress):
     """The statistic of the first points against the others, and its test."""
-    permutations = _arrays.index("permutations", permutations, "an int")
+    permutations = points_problem.count("permutations", permutations)
     inside = np.arange(count) < num_x
     observed = statistic(xp.asarray(inside)[:, None])[0]
-    if permutations <= 0:
+    if permutations == 0:
         return observed
     rng = np.random.default_rng(rng)
     found = []
@@ -203,4 +204,7 @@ def _tested(xp, statistic, num_x, count, permutations, rng, progress):
     # Equal statistics, but for the last digits, count.
     near = 8 * float(np.finfo(null.dtype).eps) * xp.abs(observed)
     larger = int((null >= observed - near).sum())
-    return TwoSampleTest(observed, (larger + 1) / (permutations + 1), null)
+    pvalue = (larger + 1) / (permutations + 1)
+    # Of points that are NaN nothing is known.
+    known = bool(xp.isfinite(observed) & xp.isfinite(null).all())
+    return TwoSampleTest(observed, pvalue if known else math.nan, null)

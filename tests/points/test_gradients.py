@@ -137,3 +137,34 @@ def test_vectors_and_errors():
         points.logsumexp_vjp(None, x, y)
     with pytest.raises(ValueError, match=r"lse must have shape \(2, 4\)"):
         points.logsumexp_vjp(dlse, x, y, weights, lse=dlse[0])
+
+
+def test_sizes_of_zero():
+    x, y = np.ones((4, 2)), np.zeros((5, 2))
+    for sizes in ((0, 5, 2, 3), (4, 0, 2, 3), (4, 5, 0, 3), (4, 5, 2, 0)):
+        n, m, dim, columns = sizes
+        a, b, v = x[:n, :dim], y[:m, :dim], np.ones((m, columns))
+        dout, dlse = np.ones((n, columns)), np.ones(n)
+        for grads in (
+            points.kernel_sum_vjp(dout, a, b, v),
+            points.mean_vjp(dout, a, b, v, dlse=dlse),
+            points.logsumexp_vjp(dlse, a, b),
+        ):
+            assert (grads.dx.shape, grads.dy.shape) == (a.shape, b.shape), sizes
+            assert grads.dvalues is None or grads.dvalues.shape == v.shape
+            assert np.shape(grads.dbandwidth) == ()
+            assert np.isfinite(grads.dbandwidth)
+
+
+@pytest.mark.parametrize("exponent", [-700, 500])
+def test_units_of_any_size(exponent):
+    x, y, v, w, dout, dlse = arguments()
+    unit = 2.0**exponent
+    one = points.mean_vjp(dout, x, y, v, w, dlse=dlse, bandwidth=0.7)
+    other = points.mean_vjp(
+        dout, x * unit, y * unit, v, w, dlse=dlse, bandwidth=0.7 * unit
+    )
+    np.testing.assert_allclose(other.dx * unit, one.dx, rtol=1e-12)
+    np.testing.assert_allclose(other.dy * unit, one.dy, rtol=1e-12)
+    np.testing.assert_allclose(other.dvalues, one.dvalues, rtol=1e-12)
+    np.testing.assert_allclose(other.dbandwidth * unit, one.dbandwidth, rtol=1e-12)

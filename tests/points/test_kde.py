@@ -93,3 +93,13 @@ def test_errors():
         ours.marginal([0, 0])
     with pytest.raises(ValueError, match="invalid for a distribution in 3"):
         ours.marginal([3])
+    with pytest.raises(TypeError, match="points must hold real numbers, got complex"):
+        ours(np.zeros((3, 4), complex))
+    with pytest.raises(TypeError, match="dataset must hold real numbers"):
+        points.GaussianKDE(np.zeros((3, 40), complex))
+
+
+def test_infinitely_far_points_have_no_density():
+    ours, _ = estimates(1)
+    assert ours([np.inf]) == 0
+    assert ours.logpdf([np.inf]) == -np.inf

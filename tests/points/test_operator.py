@@ -52,3 +52,15 @@ def test_errors():
         points.KernelOperator(x, x, kernel="rbf")
     with pytest.raises(ValueError, match="must have two axes"):
         points.KernelOperator(np.zeros((3, 4, 2)), x)
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
+        points.KernelOperator(x, x, diagonal=1.0).preconditioner(0)
+
+
+def test_vectors_of_other_dtypes():
+    x = np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)
+    operator = points.KernelOperator(x, x, diagonal=0.5)
+    assert (operator @ np.ones(6)).dtype == operator.dtype == np.float32
+    real, imaginary = np.arange(6.0), np.ones(6)
+    found = operator @ (real + 1j * imaginary)
+    assert (found.real == operator @ real).all()
+    assert (found.imag == operator @ imaginary).all()

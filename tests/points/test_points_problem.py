@@ -48,6 +48,21 @@ X, Y, V = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
             TypeError,
             "asks for s: there is d2",
         ),
+        (
+            lambda: points.logsumexp(X, Y, kernel=np.exp),
+            TypeError,
+            "kernel must be a plain function",
+        ),
+        (
+            lambda: points.logsumexp(X, Y, kernel=lambda d2: d2 < 1),
+            TypeError,
+            r"a kernel returns a number: write np\.where",
+        ),
+        (
+            lambda: points.logsumexp(X, Y, kernel=lambda d2: d2 * X[0, 0]),
+            TypeError,
+            "kernels of points take numbers alone",
+        ),
         (lambda: points.logsumexp(X, Y, bandwidth=0), ValueError, "above 0, got 0"),
         (
             lambda: points.logsumexp(X, Y, bandwidth=np.nan),

@@ -173,3 +173,74 @@ def test_functions_of_d2():
     pairs.assert_sums(signed, np.sin(pairs.distances(x, y)) @ v)
     constant = points.kernel_sum(x, y, v, kernel=lambda d2: 3.0)
     assert constant == pytest.approx(np.full(40, 3 * v.sum()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dim", [17, 300, 2048])
+@pytest.mark.parametrize("kernel", ["gaussian", "laplacian", "matern32", "matern52"])
+def test_some_points_near_and_some_far_in_many_dimensions(kernel, dim, dtype):
+    """Errors of a root of a large d2 are those of its weight."""
+    rng = np.random.default_rng(dim)
+    x, y = 0.01 * rng.normal(size=(9, dim)) + 30, rng.normal(size=(300, dim))
+    x[:3] = y[:3]
+    weights, v = 3 * rng.normal(size=300), rng.normal(size=(300, 2))
+    x, y, weights, v = (5.23 * z.astype(dtype) for z in (x, y, weights, v))
+    options = {"kernel": kernel, "bandwidth": 5.23}
+    out, lse = points.mean(x, y, v, weights, return_lse=True, **options)
+    pairs.assert_lse(lse, pairs.logsumexp(x, y, weights, **options)[1])
+    pairs.assert_sums(out, pairs.mean(x, y, v, weights, **options))
+
+
+@pytest.mark.parametrize("kernel", pairs.KERNELS)
+@pytest.mark.parametrize("exponent", [-1000, -600, 600, 900])
+def test_units_of_any_size(kernel, exponent):
+    rng = np.random.default_rng(0)
+    x, y, b = rng.normal(size=(5, 2)), rng.normal(size=(300, 2)), rng.normal(size=300)
+    unit = 2.0**exponent
+    total = points.kernel_sum(x * unit, y * unit, b, kernel=kernel, bandwidth=unit)
+    assert (total == points.kernel_sum(x, y, b, kernel=kernel)).all()
+
+
+@pytest.mark.parametrize("kernel", pairs.POSITIVE)
+def test_bandwidths_of_any_size(kernel):
+    rng = np.random.default_rng(0)
+    x, v = rng.normal(size=(5, 2)), rng.normal(size=5)
+    options = {"kernel": kernel, "return_lse": True}
+    for width in (1e-300, 1e-160, 1e-20):
+        out, lse = points.mean(x, x.copy(), v, bandwidth=width, **options)
+        assert np.abs(lse).max() < 1e-13  # each alone
+        assert (out == v).all() or kernel in ("cauchy", "inverse_multiquadric")
+    for width in (1e20, 1e160, 1e300):
+        out, lse = points.mean(x, x.copy(), v, bandwidth=width, **options)
+        np.testing.assert_allclose(lse, np.log(5), rtol=1e-14)
+        np.testing.assert_allclose(out, v.mean(), rtol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "laplacian", "matern32"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_distances_of_any_size(kernel, dtype):
+    """Scores that have no digit left for a weight still make a finite log-sum."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(20, 2)).astype(dtype) for _ in range(2))
+    x[0] = y[0]
+    for width in (1e-6, 1e-10, 1e-17):
+        lse = points.logsumexp(x, y, kernel=kernel, bandwidth=width)
+        _, exact = pairs.logsumexp(x, y, None, kernel, width)
+        np.testing.assert_allclose(lse, exact.astype(float), rtol=3e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kernel", pairs.POSITIVE)
+def test_infinitely_far_points_weigh_nothing(kernel):
+    rng = np.random.default_rng(0)
+    x, y, v = rng.normal(size=(4, 2)), rng.normal(size=(600, 2)), rng.normal(size=600)
+    options = {"kernel": kernel, "return_lse": True}
+    out, lse = points.mean(x, y, v, **options)
+    x[1, 0] = np.inf
+    some, some_lse = points.mean(x, y, v, **options)
+    assert (some[1], some_lse[1]) == (0, -np.inf)
+    assert points.kernel_sum(x, y, v, kernel=kernel)[1] == 0
+    np.testing.assert_allclose(some[[0, 2, 3]], out[[0, 2, 3]], rtol=1e-12)
+    np.testing.assert_allclose(some_lse[[0, 2, 3]], lse[[0, 2, 3]], rtol=1e-12)
+    far = np.concatenate([y, [[np.inf, 0]]])
+    found, _ = points.mean(x[:1], far, np.append(v, 1.0), **options)
+    np.testing.assert_allclose(found, out[:1], rtol=1e-12)

@@ -180,8 +180,20 @@ def test_progress_is_told():
         ({"epsilon": 1, "a": np.ones(3)}, r"a must have shape \(\.\.\., 4\)"),
         ({"epsilon": 1, "b": -np.ones(5)}, "b must hold finite weights from 0 on"),
         ({"epsilon": 1, "a": np.ones(4)}, "a and b must have one sum"),
+        ({"epsilon": 1, "a": np.zeros(4)}, "a must hold a weight above 0"),
+        (
+            {"epsilon": 1, "a": np.ones((3, 4)), "b": np.ones((2, 5))},
+            r"a \(3,\), b \(2",
+        ),
+        ({"epsilon": 1, "max_iter": -1}, "max_iter must be at least 0, got -1"),
     ],
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         points.sinkhorn(np.zeros((4, 2)), np.ones((5, 2)), **options)
+
+
+def test_points_are_finite():
+    x = np.array([[0.0], [np.inf]])
+    with pytest.raises(ValueError, match="y must be finite"):
+        points.sinkhorn(np.zeros((2, 1)), x, epsilon=1.0)

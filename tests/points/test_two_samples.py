@@ -70,3 +70,14 @@ def test_errors():
         points.mmd(x[:1], y)
     with pytest.raises(ValueError, match="as many dimensions"):
         points.energy_distance(x, y[:, :1])
+    with pytest.raises(ValueError, match="permutations must be at least 0, got -1"):
+        points.mmd(x, y, permutations=-1)
+
+
+def test_points_that_are_nan_prove_nothing():
+    x, y = samples()
+    x[3, 1] = np.nan
+    for function in (points.energy_distance, points.mmd):
+        found = function(x, y, permutations=9, rng=0)
+        assert np.isnan(found.statistic)
+        assert np.isnan(found.pvalue)

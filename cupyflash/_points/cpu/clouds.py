@@ -12,6 +12,8 @@ from cupyflash._points.cpu import curve, distances
 TILE_X, TILE_Y = 128, 256
 # Fewer tiles than this are not worth a sort.
 _FEWEST_TILES = 4
+# Coordinates that can be subtracted, and factors that can be squared.
+_LARGEST_EXPONENT, _LARGEST_SCALE = 1000, 2.0**500
 
 
 class Tile:
@@ -87,13 +89,14 @@ class Clouds:
 
     def __init__(self, problem, place):
         self.dim, self.kernel = problem.dim, problem.kernel
-        self.scale = np.array(problem.scale)
-        self.scale_low = distances.lost_by_division(
-            self.scale, np.array(problem.bandwidth)
+        self.x, self.y, width = _in_units(
+            problem.x[place].astype(np.float64),
+            problem.y[place].astype(np.float64),
+            np.array(problem.bandwidth),
         )
+        self.scale = np.minimum(1.0 / width, _LARGEST_SCALE)
+        self.scale_low = distances.lost_by_division(self.scale, width)
         self.weights = self.scale * self.scale
-        self.x = problem.x[place].astype(np.float64)
-        self.y = problem.y[place].astype(np.float64)
         log_weights = problem.log_weights
         self.log_weights = None
         self.columns = _columns(problem, place)
@@ -122,8 +125,9 @@ class Clouds:
             self.x = self.x[self.order]
             self._keep(order_y)
         weights = self.log_weights
-        self.weight_spread = 0.0
+        self.top_weight = self.weight_spread = 0.0
         if weights is not None and len(weights):
+            self.top_weight = float(weights.max())
             self.weight_spread = float(weights.max() - weights.min())
         self.cut()
 
@@ -166,6 +170,21 @@ class Clouds:
         above = x.min(axis=0) - self.high
         gaps = np.maximum(np.maximum(below, above), 0.0)
         return (gaps * gaps) @ self.weights
+
+
+def _in_units(x, y, width):
+    """Clouds and bandwidths in powers of two near the bandwidths, which is exact.
+
+    So that squares of neither leave the range of float64.
+    """
+    exponent = np.frexp(width)[1] - 1
+    if exponent.any() and len(x) and len(y):
+        largest = np.maximum(np.abs(x).max(axis=0), np.abs(y).max(axis=0))
+        finite = np.where(np.isfinite(largest), largest, 0.0)
+        exponent = np.maximum(exponent, np.frexp(finite)[1] - _LARGEST_EXPONENT)
+        unit = np.ldexp(1.0, -np.clip(exponent, -1000, 1000))
+        x, y, width = x * unit, y * unit, width * unit
+    return x, y, width
 
 
 def _columns(problem, place):

@@ -22,7 +22,10 @@ _PASSES = {"float32": 1e-8, "float64": 2.5e-14}
 # Relative errors of a distance itself, where a kernel has a cusp at 0.
 _PASSES_CUSP = {"float32": 1e-8, "float64": 1e-15}
 _MANY = 4096
+# Of the squared norms: from here on an error of products is one of the last digit.
+_NEAR = 1e-5
 _REPAIRED = 4096  # pairs at once
+_MANY_NEAR = 8  # one in so many are faster all at once
 
 
 class Shifted:
@@ -136,26 +139,27 @@ class Block:
     def squared(self, tile, less=None):
         """d2 of all pairs, in a buffer of the thread.
 
-        Less a number for each row, of few bits, before anything is rounded.
+        Less a number for each row, before anything is rounded.
         """
         norm = self.squared_norm(tile)
         d2 = self.scratch.array("scores", (len(self.x), tile.size), np.float64)
-        error = norm * _UNIT
+        error, near = norm * _UNIT, 0.0
         if not math.isfinite(norm):
             return self._differences(tile, d2, less)
         if one_product(norm, self.clouds.passes):
             self._product(tile, d2)
+            if less is not None:
+                d2 -= less[:, None]
         else:
             bits = self._split_product(tile, d2, norm, less)
             error *= 2.0**-bits
-            if error > self.clouds.passes and _least(d2, less) < 1e-5 * norm:
-                return self._differences(tile, d2, less)
-        if less is not None:
-            return d2
-        np.maximum(d2, 0.0, out=d2)
+            if error > self.clouds.passes:
+                near = _NEAR * norm
         if not self.clouds.kernel.smooth:
-            self._repair(tile, d2, (error / self.clouds.passes_cusp) ** 2)
-        return d2
+            near = max(near, min(error / self.clouds.passes_cusp, 1e150) ** 2)
+        if less is None:
+            np.maximum(d2, 0.0, out=d2)
+        return self._repaired(tile, d2, near, less) if near else d2
 
     def _product(self, tile, d2):
         if self.lifted is None:
@@ -179,7 +183,10 @@ class Block:
             exact[:, dim] = 1.0
             exact[:, dim + 1] = np.einsum("id,id->i", first, first)
             if less is not None:
-                exact[:, dim + 1] -= less
+                # Cut, too, or the first sum would have too many bits.
+                cut = np.rint(less / quantum**2) * quantum**2
+                exact[:, dim + 1] -= cut
+                added = added - (less - cut)
             small = np.empty((len(self.x), 2 * dim + 2))
             np.multiply(first + rest, -2.0, out=small[:, :dim])
             np.multiply(rest, -2.0, out=small[:, dim:-2])
@@ -203,18 +210,21 @@ class Block:
             d2 -= less[:, None]
         return d2
 
-    def _repair(self, tile, d2, near):
-        """Plain differences for pairs so near that a cusp shows an error."""
-        i, j = np.nonzero(d2 < near)
+    def _repaired(self, tile, d2, near, less):
+        """Plain differences for pairs so near that an error shows."""
+        is_near = d2 < (near if less is None else (near - less)[:, None])
+        if np.count_nonzero(is_near) > d2.size // _MANY_NEAR:
+            plain = self.scratch.array("rest", d2.shape, np.float64)
+            np.copyto(d2, self._differences(tile, plain, less), where=is_near)
+            return d2
+        i, j = np.nonzero(is_near)
         for start in range(0, len(i), _REPAIRED):
             a, b = i[start : start + _REPAIRED], j[start : start + _REPAIRED]
             gap = (self.x[a] - tile.y[b]) * self.clouds.scale
             d2[a, b] = np.einsum("pd,pd->p", gap, gap)
-
-
-def _least(d2, less):
-    """The smallest of all d2."""
-    return float((d2.min(axis=1) + (0.0 if less is None else less)).min())
+            if less is not None:
+                d2[a, b] -= less[a]
+        return d2
 
 
 def passes(dtype, kernel, dim, num_y):

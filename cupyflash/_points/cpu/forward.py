@@ -15,7 +15,7 @@ from cupyflash._points.kernels import NAMES
 # A rounding of a score this large shows in a mean.
 _LARGE = 16.0
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
-_ROOM = 100.0
+_ROOM, _HIGHEST = 100.0, 600.0
 # What is left out is below exp(-DIGITS) of a row's result.
 DIGITS = {"float32": 20.0, "float64": 38.0}
 
@@ -57,7 +57,7 @@ def _compute(problem, clouds, task, results):
 
 def _few_bits(x):
     """Numbers cut to 20 bits, or to whole ones, so that sums with them are exact."""
-    unit = np.exp2(np.minimum(np.frexp(x)[1] - 20, 0))
+    unit = np.exp2(np.clip(np.frexp(x)[1] - 20, -1000, 0))
     return np.rint(x / unit) * unit
 
 
@@ -68,7 +68,10 @@ class _LogSum:
         self.problem, self.clouds, self.block = problem, clouds, block
         self.log = problem.kernel.log
         self.gaussian = problem.kernel.name == "gaussian"
-        # Elsewhere a kernel may be 0, and a row's sum, too.
+        self.decay = problem.kernel.decay
+        self.known = None  # of d2, where its root is large
+        # Elsewhere a kernel may be 0, and a row's sum, too; here where points are
+        # infinite, and the row stays without a reference.
         self.positive = problem.kernel.name in NAMES
         self.reference = None
         self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
@@ -99,14 +102,15 @@ class _LogSum:
             self.unset = np.ones(len(scores), bool)
         if self.unset.any():
             self.set_references(scores)
-            if self.gaussian and self.lowest < -_LARGE:
+            if self.lowest < -_LARGE and (self.gaussian or self.decay):
                 # Once more, less the reference before a large score is rounded.
                 scores = self.scores(tile)
         if not self.bounded(tile) and not scores.max() <= _ROOM:
             scores = self.move(tile, scores)
         vanish = None
         if self.clouds.lowest_score < LEAST or not self.gaussian:
-            vanish = None if self.positive else scores < LEAST
+            if not self.positive or self.unset.any():
+                vanish = scores < LEAST
             np.maximum(scores, LEAST, out=scores)
         weights = np.exp(scores, out=scores)
         if vanish is not None:
@@ -122,6 +126,17 @@ class _LogSum:
         self.reference = self.reference + step
         self.unset &= ~fresh
         self.lowest = self.reference.min()
+        self.know_distances()
+
+    def know_distances(self):
+        """Set what is taken off d2 before it is rounded and its root is taken."""
+        if self.decay is None:
+            return
+        away = self.clouds.top_weight - self.reference
+        away = np.where((away > _LARGE) & np.isfinite(away), away, 0.0)
+        self.known = None
+        if away.any():
+            self.known = away * away / self.decay.square
 
     def bounded(self, tile):
         """Whether no score of a tile can be far above its row's reference."""
@@ -135,19 +150,36 @@ class _LogSum:
         step = _few_bits(step)
         self.reference = self.reference + step
         self.lowest = self.reference.min()
+        self.know_distances()
         self.sums *= np.exp(-step)[:, None]
-        # Anew: beside the old reference they were rounded as large numbers.
-        return self.scores(tile)
+        # Anew: beside the old reference they were rounded as large numbers. Those of
+        # more than 16 digits do not meet a reference at all.
+        return np.minimum(self.scores(tile), _HIGHEST)
 
     def scores(self, tile):
         """log K + log_weights - reference of all pairs."""
         if self.gaussian:
             return self.block.scores(tile, self.reference)
+        if self.known is not None:
+            return self.scores_beyond(tile)
         scores = self.log(self.block.squared(tile))
         if tile.log_weights is not None:
             scores += tile.log_weights
         if self.reference is not None:
             scores -= self.reference[:, None]
+        return scores
+
+    def scores_beyond(self, tile):
+        """The same where r, a root of d2, is large: r - s = (r^2 - s^2) / (r + s)."""
+        square, known = self.decay.square, self.known[:, None]
+        less = np.maximum(self.block.squared(tile, self.known), -known)
+        r = np.sqrt(square * (less + known))
+        s = np.sqrt(square * known.astype(np.longdouble))
+        both = np.clip(r + s.astype(np.float64), 1e-150, 1e150)
+        scores = self.decay.log_beyond(r, square * less / both)
+        if tile.log_weights is not None:
+            scores += tile.log_weights
+        scores -= (self.reference[:, None] + s).astype(np.float64)
         return scores
 
     def store(self, rows, out, lse):

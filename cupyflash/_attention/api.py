@@ -202,7 +202,7 @@ def attention(
     query_offset : int or array_like of int, shape (...), optional
         Place of query 0 among the keys, one for all or one for each batch entry. None
         is key length - query length (bottom-right, as with a key-value cache); 0 is
-        top-left.
+        top-left. Beyond 2**61 on either side it counts as 2**61.
     window : int or (left, right), optional
         How many keys on each side of ``i + query_offset`` query i may see, that key not
         counted; None is unbounded.
@@ -229,8 +229,8 @@ def attention(
         The method. "naive" and "safe" hold all scores in memory, naive in the
         dtype of `q` and without subtracting a maximum (it overflows); "online" goes
         through the keys once for each query; "tiled" is FlashAttention. The last two
-        hold blocks of scores, never those of many queries and keys; on NumPy a block
-        may be a head of up to 131,072 scores, or 65,536 scores of several heads.
+        hold blocks of scores, never those of many queries and keys: on NumPy each
+        thread at most 2**19 scores, or those of one query.
     score : function, optional
         From a score, after the softcap and before `bias`, to the score that counts. It
         takes any of ``s, b, h, i, j`` by name (see Notes) and arrays of `score_arrays`.
@@ -288,9 +288,10 @@ def attention(
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
     NaN or infinity in keys and values that a query does not see never reaches it.
 
-    Outputs below the smallest normal number of the dtype may become 0. On a GPU, and
-    by "naive" and "safe", ``q k^T`` is multiplied by the scale after it is summed up:
-    it overflows from 3.4e38 on (1.8e308 in float64), before the scale could help.
+    Outputs below the smallest normal number of the dtype may become 0, and a `scale`
+    below that of the scores loses digits. On a GPU, and by "naive" and "safe",
+    ``q k^T`` is multiplied by the scale after it is summed up: it overflows from 3.4e38
+    on (1.8e308 in float64), before the scale could help.
 
     Beside the result, "tiled" holds blocks of scores; on a GPU, float32 on tensor cores
     takes up to four times the result for prepared keys and values, and few queries

@@ -577,3 +577,28 @@ def test_merging_by_boxes_changes_no_bits(rng, monkeypatch):
                 whole, cupyflash.merge_attention_states(*args, axis=axis), strict=True
             ):
                 assert x.tobytes() == y.tobytes()
+
+
+def test_a_thread_holds_few_scores():
+    """As the docstring of attention says."""
+    rng, most = np.random.default_rng(0), 1 << 19
+    for _ in range(300):
+        heads, rows, keys = (int(2 ** rng.uniform(0, n)) for n in (10, 14, 20))
+        head_dim = int(rng.choice([1, 64, 640]))
+        dtype = rng.choice(["float16", "float32", "float64"])
+
+        def zeros(*shape, dtype=dtype):
+            return np.broadcast_to(np.zeros((), dtype), shape)
+
+        q = zeros(heads, rows, head_dim)
+        k = v = zeros(heads, keys, head_dim)
+        told = cupyflash.explain("attention", q, k, v).details
+        entries_of_a_task = told.get("entries_of_a_task", 1)
+        rows_of_a_task = entries_of_a_task * told["rows_of_a_task"]
+        scores = rows_of_a_task * min(keys, told.get("keys_of_a_block", keys))
+        assert scores <= most or rows_of_a_task == 1
+        lse = zeros(heads, rows, dtype="f8" if dtype == "float64" else "f4")
+        told = cupyflash.explain("attention_vjp", q, q, k, v, q, lse).details
+        rows_of_a_task = told["rows_of_a_task"]
+        scores = rows_of_a_task * min(keys, told["keys_of_a_block"])
+        assert scores <= most or rows_of_a_task == 1

@@ -85,7 +85,7 @@ _CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
 
 
 def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Tell which kernel a call would run, and why, without running it.
+    """Show which kernel a call would run, and why, without running it.
 
     Parameters
     ----------
@@ -102,8 +102,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     Raises
     ------
     ValueError
-        If `function` is none of this package's; and whatever the call itself would
-        raise for its arguments.
+        If `function` does not belong to this package. Also raises whatever the call
+        itself would raise for its arguments.
 
     Examples
     --------

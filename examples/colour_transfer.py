@@ -11,10 +11,12 @@ distances as costs. Sinkhorn's iteration in the log domain alternates
 
 and the same for *g*, with the clouds swapped. With the square expanded, the sum is the
 softmax denominator of attention between *x* and *y* with a bias for each *y*, so its
-logarithm is the lse. The plan, an entry for each pair of colours, is never made. A
-colour then moves to the mean of its targets: attention with colours as values.
+logarithm is the lse. The plan, with an entry for each pair of colours, is never built.
+A colour then moves to the mean of its targets: attention with colours as values.
 
-Data: ``china.jpg`` and ``flower.jpg`` of scikit-learn. Peer: POT.
+This page writes the iteration out. :func:`cupyflash.points.sinkhorn` has it ready-made.
+
+Data: ``china.jpg`` and ``flower.jpg`` from scikit-learn. Compared with: POT.
 Run it: ``python examples/colour_transfer.py``
 """
 
@@ -105,12 +107,12 @@ axes[1, 1].set(xlabel="iteration", ylabel="weights are off by")
 # %%
 # The same numbers as POT
 # -----------------------
-# The same iteration on fewer colours, where POT keeps costs and plan as matrices in
-# float64; ours is in float32, and in float64. POT's default, ``method="sinkhorn"``,
-# keeps exponentials instead of logarithms and multiplies by one matrix in each step.
-# While that matrix fits in memory, and epsilon is not so small that its entries vanish,
-# it is the fastest of all, and the one to take. The matrix of 50,000 colours would take
-# 20 GB, and then what is shown above is the way.
+# The same iteration on fewer colours. POT keeps costs and plan as matrices in float64;
+# ours runs in float32 and in float64. POT's default, ``method="sinkhorn"``, works with
+# exponentials instead of logarithms, and multiplies by one matrix in each step. As long
+# as that matrix fits in memory, and epsilon is not so small that its entries vanish, it
+# is the fastest, and you should use it. For 50,000 colours the matrix would take 20 GB,
+# and then the method above is the one that works.
 
 few, steps = min(NUM, 800), 20
 x64, y64 = (to_numpy(z[:few]).astype(np.float64) for z in (x, y))

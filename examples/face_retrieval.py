@@ -3,17 +3,18 @@ Retrieval of half-erased faces
 ==============================
 
 A modern Hopfield network [1]_ stores patterns as they are. From a damaged pattern
-:math:`\\xi` it steps to :math:`X^T \\mathrm{softmax}(\\beta X \\xi)`: attention with
-the stored patterns as keys and as values. The step never raises the energy
+:math:`\\xi` it moves to :math:`X^T \\mathrm{softmax}(\\beta X \\xi)`, which is
+attention with the stored patterns as keys and as values. No step raises the energy
 
 .. math:: E = -\\tfrac{1}{\\beta} \\mathrm{lse}(\\beta X \\xi)
           + \\tfrac{1}{2} |\\xi|^2,
 
-whose first term is the lse that attention returns. A large :math:`\\beta` recalls one
-pattern, a small one a mean of many.
+whose first term contains the lse that attention returns. A large :math:`\\beta` recalls
+one pattern, a small one a mean of many.
 
 Data: ``skimage.data.lfw_subset()``, 200 patches of 25 x 25: 100 faces and 100 others.
-Peer: SciPy. Run it: ``python examples/face_retrieval.py``
+Compared with: NumPy and SciPy, which is all you need for a few hundred damaged
+patterns; the gap grows with their number. Run it: ``python examples/face_retrieval.py``
 
 .. [1] Ramsauer et al., "Hopfield networks is all you need", ICLR 2021.
 """
@@ -34,7 +35,8 @@ NOISE = 0.02  # of each pixel; patterns have length 1, a pixel is about 0.04
 # %%
 # Patterns and damage
 # -------------------
-# Patches less their mean, with length 1. The lower half is lost and the rest is noisy.
+# Patches minus their mean, with length 1. The lower half is lost, and the rest is
+# noisy.
 
 patches = data.lfw_subset().reshape(200, -1)
 stored = patches - patches.mean(axis=1, keepdims=True)
@@ -72,7 +74,7 @@ def retrieve_by_scipy(state, patterns, beta):
 
 
 def recalled(state):
-    """Which states are nearest to the pattern that they come from."""
+    """Which states are nearest to the pattern they started from."""
     return (state @ stored.T).argmax(axis=-1) == np.arange(len(stored))
 
 
@@ -101,7 +103,7 @@ for beta in BETAS.tolist():
 # %%
 # Pictures
 # --------
-# With a small beta every state becomes the mean of all patterns. From some beta on the
+# With a small beta every state becomes the mean of all patterns. From some beta on, the
 # lost half comes back.
 
 shown, picked = (3, 40, 77, 150), (1, 3, 6)

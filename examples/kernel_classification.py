@@ -2,12 +2,14 @@
 Kernel classification of digits
 ===============================
 
-A digit is given the class that has the most weight among all others, where weights fall
-with the distance of images as :math:`\\exp(-|x - x_j|^2 / (2 h^2))`. That is attention
-over the training set, with classes as one-hot values: the result is a probability for
-each class. Several widths *h* are computed at once, as a batch of scaled queries.
+Each digit gets the class that has the most weight among all the other digits, where
+weights fall with the distance between images as :math:`\\exp(-|x - x_j|^2 / (2 h^2))`.
+That is attention over the training set, with classes as one-hot values, and the result
+is a probability for each class. Several widths *h* are computed at once, as a batch of
+scaled queries.
 
-Data: ``sklearn.datasets.load_digits()``, 1797 images of 8 x 8. Peer: scikit-learn.
+Data: ``sklearn.datasets.load_digits()``, 1797 images of 8 x 8. Compared with:
+scikit-learn's nearest neighbours, at their default and with all neighbours.
 Run it: ``python examples/kernel_classification.py``
 """
 
@@ -24,7 +26,7 @@ WIDTHS = np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 9.0, 14.0])
 
 digits = load_digits()
 images = digits.data[:NUM]
-images = images - images.mean(axis=0)  # distances stay; products become small
+images = images - images.mean(axis=0)  # same distances, smaller products
 labels = digits.target[:NUM]
 x = xp.asarray(images, dtype=xp.float32)
 one_hot = xp.eye(10, dtype=xp.float32)[xp.asarray(labels)]
@@ -32,9 +34,9 @@ one_hot = xp.eye(10, dtype=xp.float32)[xp.asarray(labels)]
 # %%
 # Every width in one call
 # -----------------------
-# The scale of scores is one number for a call, so the widths go into queries and
-# biases, as a batch axis in front. Keys and values have no such axis and broadcast.
-# The mask keeps each digit from voting for itself.
+# A call has a single scale, so the widths go into queries and biases, as a batch axis
+# in front. Keys and values have no such axis and broadcast. The mask keeps each digit
+# from voting for itself.
 
 
 def leave_one_out(widths):
@@ -79,8 +81,10 @@ right.set_axis_off()
 # %%
 # The same numbers as scikit-learn
 # --------------------------------
-# Half the digits judge the other half, as in a classifier of nearest neighbours with
-# all of them as neighbours, weighted by the kernel, in float64.
+# One half of the digits judges the other half. scikit-learn gives the same numbers with
+# all digits as neighbours, weighted by the kernel. Its default of five neighbours is
+# what you would normally use if you only want the class: it is as accurate and quick.
+# The kernel gives probabilities, and a gradient if you want to learn the distance.
 
 h, half = float(WIDTHS[best]), NUM // 2
 ours, seconds = timed(
@@ -104,6 +108,10 @@ peer.fit(images[:half], labels[:half])
 expected, peer_seconds = host_timed(peer.predict_proba, images[half:])
 error = abs(to_numpy(ours) - expected).max()
 print(f"half by half: {seconds:.4f} s, scikit-learn {peer_seconds:.4f} s")
+right = (to_numpy(ours).argmax(axis=1) == labels[half:]).mean()
+usual = KNeighborsClassifier().fit(images[:half], labels[:half])
+usual_right, usual_seconds = host_timed(usual.score, images[half:], labels[half:])
+print(f"right: {right:.1%}; 5 neighbours {usual_right:.1%} in {usual_seconds:.4f} s")
 print(f"largest difference of a probability: {error:.1e}")
 assert error < 1e-4
 

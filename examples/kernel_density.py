@@ -9,12 +9,12 @@ kernel density says how crowded each place is:
           \\exp\\left(-\\frac{|x - y_j|^2}{2h^2}\\right)
 
 Attention with all points as keys and as values gives the mean *m(x)* of the points
-under these weights, and the log of its denominator is the log density but for known
+under these weights, and the log of its denominator is the log density up to known
 terms. The gradient of the log density is :math:`(m(x) - x) / h^2`, so it comes for
-free. Moving each point to its mean, again and again, climbs to the peaks (mean shift).
+free. Moving each point to its mean over and over climbs to the peaks (mean shift).
 
-Data: ``china.jpg`` of scikit-learn. Peers: scikit-learn's ``KernelDensity``, at its
-default and with a tolerance, and SciPy's ``gaussian_kde``.
+Data: ``china.jpg`` from scikit-learn. Compared with: scikit-learn's ``KernelDensity``
+at its default and with a tolerance, and SciPy's ``gaussian_kde``.
 Run it: ``python examples/kernel_density.py``
 """
 
@@ -36,8 +36,8 @@ PEERS = 1000  # points at which the others are asked; their time grows with them
 # %%
 # The density and its gradient
 # ----------------------------
-# Colours are whitened, so that one width suits all directions; it is Scott's rule, the
-# default of ``gaussian_kde``.
+# Colours are whitened, so that one width suits all directions. The width is given by
+# Scott's rule, the default of ``gaussian_kde``.
 
 pixels = load_sample_image("china.jpg").reshape(-1, 3) / 255.0
 root = np.linalg.cholesky(np.cov(pixels.T))
@@ -58,11 +58,12 @@ def log_density(points, data, width):
 
 
 # %%
-# Beside other libraries
-# ----------------------
-# All in float64. The others give no gradient. A tree sees the far points as one, so
-# with a tolerance it can be the better choice in three dimensions; without one, and in
-# more dimensions, it has to visit nearly all pairs.
+# Compared with other libraries
+# -----------------------------
+# All in float64. The others give no gradient. A tree lumps far points together, so with
+# a tolerance it gains on the exact sum as points are added, above all in one or two
+# dimensions. If three digits are enough there, try the tree first. Without a tolerance,
+# and in more dimensions, it has to visit nearly all pairs.
 
 
 def peers(data, points, width):
@@ -95,7 +96,8 @@ for n in SIZES:
 # %%
 # The palette
 # -----------
-# Some pixels climb to their peaks. Where they meet are the colours of the photograph.
+# Some pixels climb to their peaks. The places where they meet are the main colours of
+# the photograph.
 
 width = SIZES[-1] ** (-1 / 7)
 data = xp.asarray(white[: SIZES[-1]])

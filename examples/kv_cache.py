@@ -2,9 +2,10 @@
 A cache of keys and values
 ==========================
 
-Generation by steps with a cache, and the same all at once. A step brings one query; the
-cache is longer than what is in it, and ``key_lengths`` says how much counts. With
-``causal=True`` and no ``query_offset``, the last query meets the last key.
+Step-by-step generation with a cache, compared with all steps at once. Each step brings
+one query. The cache has more room than it uses, and ``key_lengths`` says how much of it
+counts. With ``causal=True`` and no ``query_offset``, the last query lines up with the
+last key.
 
 Run it: ``python examples/kv_cache.py``
 """

@@ -2,7 +2,7 @@
 The four methods
 ================
 
-What each holds in memory, and where the naive one breaks.
+How much memory each needs, and where the naive one breaks.
 
 Run it: ``python examples/ladder.py``
 """
@@ -26,7 +26,7 @@ for method in METHODS:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     print(
-        f"  {method:<7} holds {(peak - out.nbytes) / 2**20:6.1f} MiB beside its result"
+        f"  {method:<7} takes {(peak - out.nbytes) / 2**20:6.1f} MiB besides its result"
     )
 
 x = np.array([12.0, 0.0], np.float16)

@@ -2,19 +2,21 @@
 A metric learned by the gradient of attention
 =============================================
 
-Kernel regression weighs its neighbours by a distance, and which distance is right can
-be learned from the data [1]_: here a matrix *A* that maps all features before the
-distance is taken, so that the weight of sample *j* for sample *i* is
+Kernel regression weights neighbours by their distance, and the right distance can be
+learned from the data [1]_. Here a matrix *A* maps all features before the distance is
+taken, so that the weight of sample *j* for sample *i* is
 
 .. math:: \\exp(-|A x_i - A x_j|^2 / 2).
 
-The loss is the mean squared error of each sample estimated from all others (a mask
-hides the sample itself). Its gradient by *A* needs the gradients of attention by
-queries, keys and the bias of the keys, all in float64 and without a matrix of all pairs
-in memory. `attention_vjp` gives them; finite differences agree.
+The loss is the mean squared error of each sample, estimated from all the others (a mask
+hides the sample itself). Its gradient with respect to *A* needs the gradients of
+attention with respect to queries, keys and the bias of the keys, all in float64 and
+without a matrix of all pairs in memory. `attention_vjp` gives them, and finite
+differences agree.
 
-Data: scikit-learn's ``load_diabetes()``, 442 patients of 10 features. Peer:
-scikit-learn. Run it: ``python examples/learned_metric.py``
+Data: scikit-learn's ``load_diabetes()``, 442 patients with 10 features. Compared with:
+scikit-learn, for the loss; it has no gradient. Run it: ``python
+examples/learned_metric.py``
 
 .. [1] Weinberger and Tesauro, "Metric learning for kernel regression", AISTATS 2007.
 """
@@ -40,8 +42,8 @@ others = ~xp.eye(n, dtype=bool)
 # %%
 # Loss and gradient
 # -----------------
-# Expanding the square leaves dot products and a bias for each key; what all keys of a
-# query share drops out. The bias is a function of *A* as well.
+# Expanding the square leaves dot products and a bias for each key. What all keys of a
+# query share drops out. The bias depends on *A* as well.
 
 
 def loss_and_gradient(metric):
@@ -91,7 +93,8 @@ assert worst < 1e-8
 # Learning
 # --------
 # Plain gradient descent. The share of the variance that is explained, leaving one out,
-# grows from what one width for all features gives.
+# grows well beyond what a single width for all features gives. With 442 patients an
+# unfused computation would do too; the memory saved counts from some 10,000 samples on.
 
 metric, losses = start, []
 for _ in range(STEPS):

@@ -2,10 +2,10 @@
 A sequence over several processes
 =================================
 
-Attention over a sequence of which each process has a part. Started by hand, the script
-starts two processes on this machine, which compute with NumPy. With ``--gpu`` each
-takes a GPU, and NCCL carries keys and values; under ``torchrun`` or ``mpirun`` it is
-one of their ranks.
+Attention over one sequence that is split over several processes. Started by hand, the
+script starts two processes on this machine, which compute with NumPy. With ``--gpu``
+each takes a GPU, and NCCL carries keys and values. Under ``torchrun`` or ``mpirun`` it
+is one of their ranks.
 
 Run it: ``python examples/long_sequence.py``, with ``--ranks 4``, or with
 ``--gpu --tokens 1000000`` on two GPUs.
@@ -28,7 +28,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, default=2)
-parser.add_argument("--gpu", action="store_true", help="one GPU a rank")
+parser.add_argument("--gpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--tokens", type=int, help="length of the sequence")
 options = parser.parse_args()
 tokens = options.tokens or choose(tiny=500, cpu=3_000, gpu=3_000)
@@ -36,13 +36,13 @@ tokens = options.tokens or choose(tiny=500, cpu=3_000, gpu=3_000)
 # %%
 # What each rank does
 # -------------------
-# It makes its own part of the sequence: two pieces, one from the front and one from the
-# back, so that all have equal work under a causal mask. Every token here is a function
-# of its place, so that no rank needs the whole.
+# It creates its own part of the sequence: two pieces, one from the front and one from
+# the back, so that all ranks have equal work under a causal mask. Here every token is a
+# function of its position, so no rank needs the whole sequence.
 
 
 def tokens_at(places, heads, seed):
-    """Numbers that depend on the place in the sequence alone."""
+    """Numbers that only depend on the position in the sequence."""
     phases = np.random.default_rng(seed).uniform(0, 2 * np.pi, (heads, 1, DIM))
     waves = np.random.default_rng(seed + 1).uniform(0, 1, (heads, 1, DIM))
     return (2 * np.sin(places[None, :, None] * waves + phases)).astype(np.float32)
@@ -88,12 +88,12 @@ def check(places, out):
 # %%
 # Starting them
 # -------------
-# A launcher tells each process its rank in environment variables. So does this, for
-# processes on this machine.
+# A launcher tells each process its rank through environment variables. This does the
+# same for processes on this machine.
 
 
 def start_ranks():
-    """Start this script once a rank, and wait."""
+    """Start this script once per rank, and wait."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks = [

@@ -2,13 +2,13 @@
 Do two samples differ? A permutation test
 =========================================
 
-The energy distance of two samples is 0 where their distributions are the same. How
+The energy distance between two samples is 0 if their distributions are the same. How
 large it gets by chance is found by exchanging labels. Each permutation is a column of
-weights, so that the distances of all pairs are computed once for 64 of them, and never
+weights, so the distances of all pairs are computed once for 64 permutations, and never
 stored.
 
-Data: handwritten digits of scikit-learn. Peer: the matrix of distances with SciPy.
-Run it: ``python examples/points_permutations.py``
+Data: handwritten digits from scikit-learn. Compared with: the matrix of distances, by
+SciPy. Run it: ``python examples/points_permutations.py``
 """
 
 import matplotlib.pyplot as plt
@@ -24,8 +24,8 @@ PERMUTATIONS = choose(tiny=19, cpu=199, gpu=9999)
 # %%
 # Digits of one kind, and of two
 # ------------------------------
-# The first half of the images of an eight, as they stand in the data, against the
-# second; and against nines.
+# The first half of the images of eights, in the order of the data, against the second
+# half; and against nines.
 
 images, labels = load_digits(return_X_y=True)
 eights, nines = images[labels == 8], images[labels == 9]
@@ -49,6 +49,8 @@ for name, x, y in (
 # %%
 # By the matrix of distances
 # --------------------------
+# A few hundred images are so few that the matrix wins: use it while it fits in memory.
+# It grows with the square of the sample; at 50,000 points it takes 20 GB.
 
 
 def by_matrix(x, y, rng):

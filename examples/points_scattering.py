@@ -1,17 +1,17 @@
 """
-Debye's formula as a kernel of one's own
-========================================
+Debye's formula as your own kernel
+==================================
 
 X-rays that meet molecules in all orientations scatter by Debye's formula,
 
 .. math:: I(q) = \\sum_{ij} f_i f_j \\frac{\\sin(q r_{ij})}{q r_{ij}},
 
-a sum over all pairs of atoms of a function of their distance. A kernel of
-:mod:`cupyflash.points` may be such a function, here with values of both signs; it is
-differentiated, too, so that a structure can be fitted to a measured curve.
+a sum over all pairs of atoms of a function of their distance. In
+:mod:`cupyflash.points` the kernel may be such a function, even one that changes sign.
+It is differentiated too, so you could fit a structure to a measured curve.
 
-Data: adenylate kinase, of MDAnalysisTests. Peer: NumPy with SciPy's distances. It runs
-on NumPy arrays today. Run it: ``python examples/points_scattering.py``
+Data: adenylate kinase, from MDAnalysisTests. Compared with: NumPy on SciPy's list of
+distances. It runs on NumPy arrays. Run it: ``python examples/points_scattering.py``
 """
 
 import os
@@ -40,7 +40,7 @@ factors = np.array([electrons[name[0]] for name in atoms.names])
 # %%
 # The kernel
 # ----------
-# The bandwidth is 1 / q: then d2 is the square of q r. Near 0 a series takes over.
+# With a bandwidth of 1 / q, d2 is the square of q r. Near 0 a series takes over.
 
 
 def debye(d2):
@@ -76,7 +76,8 @@ np.testing.assert_allclose(curve[-1], exact, rtol=1e-6)
 # %%
 # The gradient
 # ------------
-# By the places of all atoms: how each would have to move to raise the curve at one q.
+# With respect to the positions of all atoms: how each would have to move to raise the
+# curve at one q.
 
 wave = WAVES[len(WAVES) // 2]
 grads = points.kernel_sum_vjp(

@@ -3,18 +3,18 @@ Attention with a pair bias on a protein
 =======================================
 
 Networks for protein structures let residues attend to each other with a bias for each
-pair, made from what is known of the pair. Here the pair is known by its distance *d*:
-head *h* takes :math:`-d_{ij} / \\ell_h` as bias, and so looks about
-:math:`\\ell_h` far. Queries and keys are random projections of the kinds of residues:
-this shows the computation on real frames, it is no trained model.
+pair, computed from what is known about the pair. Here that is its distance *d*: head
+*h* takes :math:`-d_{ij} / \\ell_h` as bias, and so looks about :math:`\\ell_h` far.
+Queries and keys are random projections of the residue types: this shows the computation
+on real frames, and is not a trained model.
 
 The frames are of adenylate kinase on its way from closed to open. Values are
-coordinates, so a residue gets the centre of what it looks at; its distance from that
-centre is small inside of the protein and large at the surface, and changes where
-domains move. All frames are one call: the bias has shape (frame, head, residue,
+coordinates, so each residue gets the centre of what it looks at. Its distance from that
+centre is small inside the protein and large at the surface, and changes where domains
+move. All frames are one call: the bias has shape (frame, head, residue,
 residue).
 
-Data: the trajectory ``adk_dims`` of MDAnalysisTests. Peer: SciPy.
+Data: the trajectory ``adk_dims`` from MDAnalysisTests. Compared with: NumPy and SciPy.
 Run it: ``python examples/protein_pairs.py``
 """
 
@@ -85,16 +85,16 @@ print(f"{device_name()}: {num_frames} frames, {num_atoms} atoms, {len(LENGTHS)} 
 print(
     f"cupyflash {seconds:.4f} s; SciPy {peer_seconds:.4f} s for {len(v[some])} frames"
 )
-print(f"the weights, never made, would take {bias.nbytes / 2**20:.0f} MiB")
+print(f"the weights, never stored, would take {bias.nbytes / 2**20:.0f} MiB")
 print(f"largest difference: {error:.1e} angstrom, of coordinates to {abs(v).max():.0f}")
 assert error < 1e-3
 
 # %%
 # What moves
 # ----------
-# Left, the distance of each atom from the centre of what it looks at, less its mean
-# over the frames. Right, the weights of one head themselves: attention with the
-# identity as values.
+# Left: the distance of each atom from the centre of what it looks at, minus its mean
+# over the frames. Right: the weights of one head, from attention with the identity as
+# values.
 
 far = np.linalg.norm(centres[:, 2] - frames, axis=-1)
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")

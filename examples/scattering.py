@@ -6,18 +6,25 @@ X-rays that meet molecules in all orientations scatter by Debye's formula,
 
 .. math:: I(q) = \\sum_{ij} f_i f_j \\frac{\\sin(q r_{ij})}{q r_{ij}},
 
-a sum over all pairs of atoms at a distance *r* for each wave number *q*. No option of
-attention says that, a function does: with :math:`s_{ij} = x_i \\cdot x_j` the score
-:math:`\\log(1 + \\sin(q r) / (q r))` is :func:`cupyflash.scores.debye`, heads are wave
-numbers, and :math:`e^{\\mathrm{lse}_i} \\mathrm{out}_i` is the inner sum. The matrices
-of distances are never made.
+a sum over all pairs of atoms at a distance *r* for each wave number *q*. Attention has
+no option for that, but a score function can do it: with :math:`s_{ij} = x_i \\cdot x_j`
+the score :math:`\\log(1 + \\sin(q r) / (q r))` is :func:`cupyflash.scores.debye`, heads
+are wave numbers, and :math:`e^{\\mathrm{lse}_i} \\mathrm{out}_i` is the inner sum. The
+matrices of distances are never built.
+
+**When to use this.** It shows what score functions can do. While the distances of all
+pairs fit in memory, SciPy's list of them is about twice as fast on a CPU, since it
+visits each pair once; for 1,656 atoms it takes 11 MB, for 50,000 it would take 10 GB. A
+kernel of your own in :mod:`cupyflash.points` does the same sum faster, as :doc:`another
+page <points_scattering>` shows.
 
 The first and the last frame of adenylate kinase, closed and open: the open one is
-larger, and its curve falls earlier. For small *q* the curve says how large, by Guinier:
-:math:`I(q) \\approx I(0) \\exp(-q^2 R^2 / 3)` with the radius of gyration *R*.
+larger, and its curve falls earlier. For small *q* the curve tells the size, by
+Guinier's law: :math:`I(q) \\approx I(0) \\exp(-q^2 R^2 / 3)` with the radius of
+gyration *R*.
 
-Data: the trajectory ``adk_dims`` of MDAnalysisTests. Peer: SciPy. It runs on NumPy
-arrays today. Run it: ``python examples/scattering.py``
+Data: the trajectory ``adk_dims`` from MDAnalysisTests. Compared with: SciPy. It runs on
+NumPy arrays. Run it: ``python examples/scattering.py``
 """
 
 import os

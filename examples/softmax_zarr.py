@@ -2,12 +2,12 @@
 An array larger than memory
 ===========================
 
-Softmax of the rows of an array in a Zarr store, through Dask: chunks are read, computed
-and written one by one, on all cores, and a progress bar shows how far it is. Chunks cut
-the rows, too: what the chunks of a row tell each other are two numbers a row.
+Softmax over the rows of an array in a Zarr store, through Dask. Chunks are read,
+computed and written one by one, on all cores, with a progress bar. The rows themselves
+are split over chunks too: the chunks of a row only exchange two numbers per row.
 
 Run it: ``python examples/softmax_zarr.py``, or with ``--gigabytes 100`` for an array
-that does not fit into memory; ``--folder`` says where there is room for two of them.
+that does not fit in memory; ``--folder`` is a place with room for two of them.
 """
 
 import argparse
@@ -32,8 +32,8 @@ gigabytes = options.gigabytes or choose(tiny=0.002, cpu=0.05, gpu=0.05)
 # %%
 # The array
 # ---------
-# Rows of 100,000 scores in float32, in chunks of at most 32 MB: 20,000 columns, since
-# rows are cut, and as many rows as fit.
+# Rows of 100,000 float32 scores, in chunks of at most 32 MB: 20,000 columns each, and
+# as many rows as fit.
 
 COLUMNS, CHUNK = 100_000, (400, 20_000)
 rows = max(1, round(gigabytes * 1e9 / 4 / COLUMNS))
@@ -55,8 +55,8 @@ with tempfile.TemporaryDirectory(dir=options.folder) as folder:
     # %%
     # From store to store
     # -------------------
-    # Nothing is computed before the last line. A row of chunks is held until its total
-    # is known; tasks take one chunk each, so memory does not grow with the array.
+    # Nothing is computed before the last line. A row of chunks is kept until its total
+    # is known. Each task works on one chunk, so memory does not grow with the array.
 
     y = cupyflash.dask.softmax(da.from_zarr(source), axis=1)
     with ProgressBar(), dask.config.set(scheduler="threads"):
@@ -72,4 +72,4 @@ with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         whole = cupyflash.softmax(zarr.open(source, mode="r")[row])
         stored = zarr.open(target, mode="r")[row]
         np.testing.assert_allclose(stored, whole, rtol=1e-5, atol=1e-12)
-    print("three rows are those of cupyflash.softmax")
+    print("three rows agree with cupyflash.softmax")

@@ -180,42 +180,43 @@ def attention(
     ----------
     q : array_like, shape (..., num_heads, seqlen_q, head_dim)
         Queries: float16, bfloat16, float32 or float64; a NumPy array (computed on the
-        CPU), a CuPy array (on its GPU), or an object that offers CUDA memory. Leading
-        batch axes broadcast; a matrix is one head.
+        CPU), a CuPy array (on its GPU), or an object that exposes CUDA memory. Leading
+        batch axes broadcast; a plain matrix is one head.
     k : array_like, shape (..., num_kv_heads, seqlen_k, head_dim)
         Keys. `num_kv_heads` divides `num_heads`: query head h uses head
         ``h // (num_heads // num_kv_heads)``.
     v : array_like, shape (..., num_kv_heads, seqlen_k, head_dim_v)
-        Values; `head_dim_v` may differ from `head_dim`. Strides of q, k and v are read
-        in place when the last axis is contiguous; otherwise one copy is made, and also
-        where a GPU is so much faster on rows that begin at multiples of 16 bytes.
+        Values; `head_dim_v` may differ from `head_dim`. q, k and v are read in place,
+        with any strides, if the last axis is contiguous; otherwise they are copied
+        once. They are also copied where rows that start at multiples of 16 bytes make
+        a GPU so much faster that it pays off.
     bias : array_like of float, optional
         Added to the scores; any shape that broadcasts to
-        (..., num_heads, seqlen_q, seqlen_k), read through its strides, never expanded.
+        (..., num_heads, seqlen_q, seqlen_k). It is read in place and never expanded.
     mask : array_like of bool, or function, optional
         True where a query may see a key; an array broadcasts as `bias` does. A function
-        takes any of ``b, h, i, j`` by name (see Notes) and arrays of `mask_arrays`.
+        takes any of ``b, h, i, j`` by name (see Notes) and arrays from `mask_arrays`.
     scale : float, optional
-        Factor on ``q k^T``; by default ``head_dim ** -0.5``. 0 and negative are legal.
+        Factor on ``q k^T``; by default ``head_dim ** -0.5``. May be 0 or negative.
     causal : bool, default False
         Let query i see keys up to ``i + query_offset``.
     query_offset : int or array_like of int, shape (...), optional
-        Place of query 0 among the keys, one for all or one for each batch entry. None
-        is key length - query length (bottom-right, as with a key-value cache); 0 is
-        top-left. Beyond 2**61 on either side it counts as 2**61.
+        Position of query 0 among the keys, one for all or one per batch entry. None
+        means key length - query length (bottom-right, as with a key-value cache); 0 is
+        top-left. Clipped to 2**61 on either side.
     window : int or (left, right), optional
-        How many keys on each side of ``i + query_offset`` query i may see, that key not
-        counted; None is unbounded.
+        How many keys query i may see on each side of key ``i + query_offset``, not
+        counting that key; None means unbounded.
     softcap : float, default 0.0
         If positive, scaled scores s become ``softcap * tanh(s / softcap)``.
     sinks : array_like of float, shape (num_heads,), optional
-        One more logit a head, which joins the denominator only.
+        One extra logit per head, which only adds to the denominator.
     alibi_slopes : array_like of float, shape (num_heads,) or (..., num_heads), optional
         Adds ``-slope * abs(i + query_offset - j)`` to the score of query i and key j.
     query_lengths, key_lengths : array_like of int, shape (...), optional
-        Lengths in use of each batch entry, from 0 to seqlen_q and seqlen_k. Query rows
-        beyond give 0 (lse -inf); keys beyond take no part. Those on a GPU are read
-        there, never by the host: other lengths count as the nearest of these.
+        Lengths in use in each batch entry, from 0 to seqlen_q and seqlen_k. Query rows
+        beyond give 0 (lse -inf), and keys beyond are ignored. Lengths on a GPU are
+        read there, never by the host, and clipped to this range.
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd" takes and returns (..., seqlen, heads, dim).
     precision : {"float32", "tf32"}, default "float32"
@@ -224,23 +225,23 @@ def attention(
     return_lse : bool, default False
         Also return the logarithm of the softmax denominator.
     out : ndarray, optional
-        Where the result goes; its memory must be its own.
+        Where to put the result; must not overlap the inputs.
     method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
-        The method. "naive" and "safe" hold all scores in memory, naive in the
-        dtype of `q` and without subtracting a maximum (it overflows); "online" goes
-        through the keys once for each query; "tiled" is FlashAttention. The last two
-        hold blocks of scores, never those of many queries and keys: on NumPy each
-        thread at most 2**19 scores, or those of one query.
+        "naive" and "safe" keep all scores in memory, naive in the dtype of `q` and
+        without subtracting a maximum (it overflows). "online" goes through the keys
+        once for each query. "tiled" is FlashAttention. The last two only keep blocks
+        of scores: on NumPy at most 2**19 scores per thread, or those of one query.
     score : function, optional
-        From a score, after the softcap and before `bias`, to the score that counts. It
-        takes any of ``s, b, h, i, j`` by name (see Notes) and arrays of `score_arrays`.
+        Changes the score, after the softcap and before `bias`. It takes any of
+        ``s, b, h, i, j`` by name (see Notes) and arrays from `score_arrays`.
     score_arrays, mask_arrays : dict of str to array_like, optional
-        Arrays that `score` and `mask` take by name after ``*`` and index by integers.
+        Arrays that `score` and `mask` take as keyword-only arguments and index by
+        integers.
 
     Returns
     -------
     out : ndarray, shape (..., num_heads, seqlen_q, head_dim_v)
-        Of the dtype of `q`, in the layout of the call.
+        The result, in the dtype of `q` and the layout of the call.
     lse : ndarray, shape (..., num_heads, seqlen_q)
         Only with `return_lse`: natural logarithm of the sum of exponentials of the
         final scores, sinks included, in either layout. float32, or float64 for float64
@@ -256,7 +257,7 @@ def attention(
         If a function reads an array out of its range; on a GPU it gets the nearest
         element.
     NotImplementedError
-        If no kernel of the method takes the problem; never for "auto".
+        If no kernel of the method can take the problem; never for "auto".
 
     See Also
     --------
@@ -272,30 +273,30 @@ def attention(
 
     `score` and `mask` as functions are plain functions of NumPy operations, such as
     ``lambda s, h, i, j, *, slope: s - slope[h] * abs(i - j)``: s is the score, b the
-    batch entry (its place in C order where there are more batch axes), h the query
-    head, i the place of the query among the keys (the query offset added), j the key.
-    They are traced once for their code: numbers that they close over may change from
-    call to call. Arrays are indexed by one integer an axis, from 0; an index out of
-    range for a pair that no other option hides raises an IndexError, and on a GPU takes
-    the nearest element. A mask of positions costs nothing where it hides whole blocks
-    of keys.
+    batch entry (its position in C order if there are several batch axes), h the query
+    head, i the position of the query among the keys (with the query offset added), j
+    the key. They are traced once: numbers that they close over may change from call to
+    call. Arrays are indexed by one integer per axis, from 0. An index out of range for
+    a pair that no other option hides raises an IndexError; on a GPU it takes the
+    nearest element. A mask of positions skips blocks of keys that it hides completely.
 
-    Scores are float32 (float64 for float64). Numbers of a float64 option below float32
-    are -inf in scores of that; those above, and `alibi_slopes` of either sign, are
-    refused on the host and infinite on a GPU, where no value is looked at.
+    Scores are float32 (float64 for float64). If a float64 option holds numbers below
+    the range of float32, they become -inf in float32 scores. Numbers above it, and
+    `alibi_slopes` beyond it on either side, raise an error on the host and become
+    infinite on a GPU, where values are not checked.
 
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
-    (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
-    NaN or infinity in keys and values that a query does not see never reaches it.
+    (with `sinks`, the sink). A score of +inf gives a row of NaN. A NaN stays in its
+    row, and NaN or infinity in keys and values that a query does not see has no effect.
 
     Outputs below the smallest normal number of the dtype may become 0, and a `scale`
-    below that of the scores loses digits. On a GPU, and by "naive" and "safe",
-    ``q k^T`` is multiplied by the scale after it is summed up: it overflows from 3.4e38
-    on (1.8e308 in float64), before the scale could help.
+    below the smallest normal number of the scores loses digits. On a GPU, and in
+    "naive" and "safe", ``q k^T`` is multiplied by the scale after it is summed, so it
+    overflows above 3.4e38 (1.8e308 in float64) before the scale can help.
 
-    Beside the result, "tiled" holds blocks of scores; on a GPU, float32 on tensor cores
-    takes up to four times the result for prepared keys and values, and few queries
-    whose keys are split over the whole card some MiB for the parts.
+    Besides the result, "tiled" needs memory for blocks of scores. On a GPU, float32 on
+    tensor cores takes up to four times the result for prepared keys and values, and
+    few queries whose keys are split over the whole card take some MiB for the parts.
 
     References
     ----------
@@ -368,7 +369,7 @@ def merge_attention_states(
     axis : int, default 0
         Axis of `lses`, and of `outs`, that counts the parts; of lists, the first.
     out : ndarray, optional
-        Where the merged result goes; its memory must be its own.
+        Where to put the merged result; must not overlap the inputs.
 
     Returns
     -------
@@ -453,41 +454,42 @@ def attention_vjp(
     need_dscore: str | Sequence[str] = (),
     **unknown: Never,
 ) -> AttentionGrads:
-    """Gradients of `attention`: from that of its result to those of its inputs.
+    """Gradients of `attention` with respect to its inputs.
 
     Parameters
     ----------
     dout : array_like, of the shape and dtype of `out`
-        Gradient of a number by `out`.
+        Gradient of a loss with respect to `out`.
     q, k, v : array_like
         The inputs of `attention`.
     out, lse : array_like
-        What ``attention(q, k, v, ..., return_lse=True)`` returned for them, or what was
-        merged from them and other keys: then dk and dv are those of the whole call, and
-        dq is the part of it that these keys give.
+        What ``attention(q, k, v, ..., return_lse=True)`` returned. They may be merged
+        with results for other keys: then dk and dv are those of the whole call, and dq
+        is the part that comes from these keys.
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
 query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         As in the call of `attention`.
     method : {"auto", "tiled"}, default "auto"
-        Gradients have one method.
+        There is only one method for gradients.
     dlse : array_like, of the shape and dtype of `lse`, optional
-        Gradient of the same number by `lse`, as merging parts brings it.
+        Gradient of the same loss with respect to `lse`, for example from merging parts.
     need_dbias, need_dsinks : bool, default False
         Also return the gradient of `bias`, of `sinks`.
     deterministic : bool, default False
-        Ask for gradients that are the same in every run, bit by bit. Those of float32
-        and float64 always are.
+        Make gradients bit-identical in every run. In float32 and float64 they always
+        are.
     need_dscore : sequence of str, or str, default ()
-        Also return the gradients of these arrays of `score_arrays`, which hold floats.
+        Also return the gradients of these arrays of `score_arrays`, which must hold
+        floats.
 
     Returns
     -------
     AttentionGrads
         Named tuple ``(dq, dk, dv, dbias, dsinks, dscore)``, each of the shape and dtype
-        of what it belongs to, new and contiguous: sums over broadcast batch axes, over
-        the query heads that share a head of `k`, and over the axes along which `bias`
-        was broadcast are done. `dscore` is a dict by name. The last three are None
-        where not asked for.
+        of its array, new and contiguous. They are already summed over broadcast batch
+        axes, over the query heads that share a head of `k`, and over the axes along
+        which `bias` was broadcast. `dscore` is a dict by name. The last three are None
+        unless you asked for them.
 
     Raises
     ------
@@ -495,7 +497,7 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         If dtypes or kinds of array are mixed, or an option has the wrong type.
     ValueError
         If shapes do not agree, an option is out of range, arrays are on two devices, or
-        the gradient of an absent `bias` or `sinks` is asked for.
+        you ask for the gradient of a `bias` or `sinks` that you did not pass.
     IndexError
         If a function reads an array out of its range; on a GPU it gets the nearest
         element.
@@ -509,18 +511,18 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
 
     Notes
     -----
-    No scores are kept: each block of P is made anew from q, k and lse, so that memory
-    is linear in the number of queries and keys. Sums are float32 (float64 for
+    No scores are stored: each block of P is recomputed from q, k and lse, so memory is
+    linear in the number of queries and keys. Sums are float32 (float64 for
     float64).
 
-    A query that sees no key has no part in any gradient, even if NaN flows into it;
-    neither have NaN or infinity in keys and values that no query sees, and in padding.
-    With `sinks` the lse of such a query is its sink, to whose gradient a finite `dlse`
-    belongs.
+    A query that sees no key does not affect any gradient, even if NaN flows into it.
+    Neither do NaN or infinity in keys and values that no query sees, or in padding.
+    With `sinks` the lse of such a query is its sink, so a finite `dlse` goes into the
+    gradient of the sink.
 
-    Only the dependence through `out` and `lse` counts: `alibi_slopes` and `scale` get
-    no gradient. A score function is differentiated symbolically; where two arguments
-    of minimum, maximum or clip are equal, the gradient is that of the first.
+    `alibi_slopes` and `scale` get no gradient. A score function is differentiated
+    symbolically; where two arguments of minimum, maximum or clip are equal, the
+    gradient is that of the first.
 
     References
     ----------

@@ -20,7 +20,7 @@ METHODS = ("auto", "tiled")
 
 
 class AttentionGrads(NamedTuple):
-    """Gradients of attention, each of the shape and dtype of what it belongs to.
+    """Gradients of attention, each with the shape and dtype of its array.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class AttentionGrads(NamedTuple):
     dsinks : ndarray or None
         Gradient of the sinks; None unless asked for.
     dscore : dict of str to ndarray, or None
-        Gradients of arrays of the score function, by name; None unless asked for.
+        Gradients of the score function's arrays, by name; None unless asked for.
     """
 
     dq: Any

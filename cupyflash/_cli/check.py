@@ -161,7 +161,7 @@ def add_arguments(parser):
         "--backend",
         choices=("numpy", "cupy"),
         action="append",
-        help="check this one alone (default: all that this machine has)",
+        help="check only this one (default: all that this machine has)",
     )
     parser.add_argument(
         "--exhaustive",
@@ -454,7 +454,7 @@ def _attention_vjp_error(case, xp, rng):
 def _report(backend, rows):
     console.heading(backend)
     console.table(
-        ("function", "asked", "dtype", "row", "error", "allowed", ""),
+        ("function", "method", "dtype", "kernel", "error", "allowed", ""),
         [
             (
                 case.function,

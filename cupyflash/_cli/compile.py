@@ -39,27 +39,27 @@ def add_arguments(parser):
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every variant, not each row, dtype, tile and option once",
+        help="every variant, instead of each kernel, dtype, tile and option once",
     )
     parser.add_argument(
         "--known",
         type=Path,
         metavar="FILE",
-        help="outcomes of earlier runs: read, and kept for the next one; of those of "
+        help="reuse the outcomes of earlier runs, and add those of this run; with "
         f"another NVRTC, one in {_outcomes.SAMPLE} is compiled again",
     )
     parser.add_argument(
-        "--full", action="store_true", help="compile also what --known has"
+        "--full", action="store_true", help="also compile what --known has"
     )
     parser.add_argument(
         "--prune",
         action="store_true",
-        help="drop from --known what is not among the kernels of this run",
+        help="drop kernels from --known that are not part of this run",
     )
     parser.add_argument(
         "--missing",
         action="store_true",
-        help="compile nothing: say how many kernels --known does not have",
+        help="compile nothing: say how many kernels are missing from --known",
     )
     parser.add_argument(
         "--list",
@@ -71,7 +71,7 @@ def add_arguments(parser):
         "--nvrtc",
         type=Path,
         metavar="FILE",
-        help="the libnvrtc.so to compile with, its libnvrtc-builtins.so beside it "
+        help="the libnvrtc.so to compile with, next to its libnvrtc-builtins.so "
         "(default: the one that CuPy finds)",
     )
     parser.add_argument(
@@ -81,10 +81,12 @@ def add_arguments(parser):
         "--jobs",
         type=console.count,
         default=threads.num_cores(),
-        help="processes (default: one a core)",
+        help="processes (default: one per core)",
     )
     parser.add_argument(
-        "--quiet", action="store_true", help="a line a kernel, not a line a variant"
+        "--quiet",
+        action="store_true",
+        help="one line per kernel instead of one per variant",
     )
 
 

@@ -16,7 +16,7 @@ examples:
   python -m cupyflash info
 """
 
-_OPTIONAL = ("cupy", "ml_dtypes", "threadpoolctl", "rich", "matplotlib", "scikit-image")
+_OPTIONAL = ("cupy", "ml_dtypes", "threadpoolctl", "rich", "matplotlib", "scikit-learn")
 
 
 def add_arguments(parser):

@@ -22,18 +22,18 @@ _MOST_EXPONENT = 256  # of a bandwidth whose inverse can be multiplied with itse
 
 
 class PointsGrads(NamedTuple):
-    """Gradients of the shapes of what they belong to; None for what was not given.
+    """Gradients, each with the shape of its array; None for what was not given.
 
     Attributes
     ----------
     dx, dy : ndarray
-        By the points.
+        With respect to the points.
     dvalues : ndarray
-        By `b` or `v`.
+        With respect to `b` or `v`.
     dlog_weights : ndarray
-        By the logarithms of the weights.
+        With respect to the logarithms of the weights.
     dbandwidth : ndarray
-        By the bandwidth, a number or one an axis.
+        With respect to the bandwidth: one number, or one per axis.
     """
 
     dx: Any

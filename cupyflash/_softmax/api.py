@@ -92,25 +92,25 @@ def softmax(
     ----------
     x : array_like
         NumPy array, list or scalar (computed on the CPU), CuPy array (on its GPU), or
-        an object that offers CUDA memory by ``__dlpack__`` or
-        ``__cuda_array_interface__`` (read in place, CuPy result). float16, bfloat16,
-        float32, float64 or complex; bool and integers are taken as float64. Any
-        strides.
+        an object that exposes CUDA memory through ``__dlpack__`` or
+        ``__cuda_array_interface__`` (read in place; the result is a CuPy array).
+        float16, bfloat16, float32, float64 or complex; bool and integers are converted
+        to float64. Any strides.
     axis : int or tuple of ints, optional
         Axes that one sum runs over. None, the default, is all of them.
     where : array_like of bool, optional
-        Broadcasts to `x`. Elements with False take no part, even if NaN, and give 0.
+        Broadcasts to `x`. Elements where it is False are ignored, even NaN, and give 0.
     scale : float, default 1.0
-        Factor on `x`. It costs no digits: exact differences of `x` are multiplied.
+        Factor on `x`. It costs no accuracy: exact differences of `x` are multiplied.
     dtype : dtype, optional
-        Floating dtype of the result; by default that of `out`, else of `x`.
+        Floating dtype of the result; by default that of `out`, or else of `x`.
     out : ndarray, optional
-        Where the result goes, of the shape of `x`; may be `x` itself, and may have any
-        strides, but may not overlap `x` in another way.
+        Where to put the result, of the shape of `x`. May be `x` itself, with any
+        strides, but may not overlap `x` in any other way.
     method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
-        The method. "naive" is the textbook formula in the dtype of `x` with no
-        maximum subtracted: it overflows in float16 from 11.09, in float32 from 88.7.
-        "safe" sweeps memory three times, "online" twice, "tiled" once.
+        "naive" is the textbook formula in the dtype of `x` without subtracting the
+        maximum: it overflows in float16 from 11.09, in float32 from 88.7. "safe" goes
+        over memory three times, "online" twice, "tiled" once.
 
     Returns
     -------
@@ -136,12 +136,12 @@ def softmax(
     -----
     Maxima, exponentials and sums are float32 or wider for 16-bit and float32 input,
     float64 otherwise; the result is rounded once. The rounding error of
-    ``x - max(x)`` is carried along, and `scale` multiplies that difference, so that the
-    relative error grows neither with the spread of a row nor with the size of its
-    numbers: 1e-15 for float64, 4e-7 for float32.
+    ``x - max(x)`` is carried along, and `scale` multiplies that difference, so the
+    relative error does not grow with the spread of a row or the size of its numbers:
+    it is 1e-15 for float64 and 4e-7 for float32.
 
-    Special values are SciPy's: a row of -inf alone, or with a +inf, gives NaN; NaN
-    spoils its own row only. A row with `where` all False gives 0.
+    Special values are treated as in SciPy: a row of -inf only, or with a +inf, gives
+    NaN, and a NaN affects its own row only. A row with `where` all False gives 0.
 
     References
     ----------
@@ -181,7 +181,7 @@ def log_softmax(
     Parameters
     ----------
     x, axis, where, scale, dtype, out, method
-        As in `softmax`. Elements with `where` False give -inf.
+        As in `softmax`. Elements where `where` is False give -inf.
 
     Returns
     -------
@@ -199,9 +199,9 @@ def log_softmax(
 
     Notes
     -----
-    Exact where ``log(softmax(x))`` is not: a small softmax does not underflow to -inf.
+    More accurate than ``log(softmax(x))``: a small softmax does not underflow to -inf.
     The log of a softmax near 1 keeps its digits on NumPy; on a GPU the error of each
-    result is relative to 1 or, if that is larger, its size.
+    result is relative to 1 or to its size, whichever is larger.
 
     Examples
     --------
@@ -272,17 +272,17 @@ def logsumexp(
     axis : int or tuple of ints, optional
         Axes that the sum runs over. None, the default, is all of them.
     b : array_like, optional
-        Factors, broadcast with `a`; may be negative. Where `b` is 0, `a` takes no part.
-        A Python number does not widen the dtype of the result; arrays of integers and
+        Factors, broadcast with `a`; may be negative. Where `b` is 0, `a` is ignored. A
+        Python number does not widen the dtype of the result; arrays of integers and
         bool count as float64.
     keepdims : bool, default False
         Keep the reduced axes with length one.
     return_sign : bool, default False
         Also return the sign of the sum; without it a negative sum gives NaN.
     where : array_like of bool, optional
-        Broadcasts to `a`. Elements with False take no part, even if NaN.
+        Broadcasts to `a`. Elements where it is False are ignored, even NaN.
     out : ndarray, optional
-        Where the result goes.
+        Where to put the result.
 
     Returns
     -------
@@ -302,16 +302,16 @@ def logsumexp(
 
     Notes
     -----
-    One read of `a`. An empty sum, or one of -inf alone, gives -inf; a +inf gives inf.
-    With weights of both signs the error is relative to ``sum(abs(b) * exp(a))``. A sum
-    with infinite scores or weights is what floating point makes of ``b * exp(a)``; a
-    real weight multiplies both parts of a complex number.
+    `a` is read once. An empty sum, or one of -inf only, gives -inf; a +inf gives inf.
+    With weights of both signs the error is relative to ``sum(abs(b) * exp(a))``. With
+    infinite scores or weights the sum is what floating point makes of ``b * exp(a)``;
+    a real weight multiplies both parts of a complex number.
 
-    Results have the shape and dtype of SciPy's, with these exceptions: `keepdims` of a
-    0-d array gives a 0-d result (SciPy: shape (1,)), as NumPy's reductions do;
-    ``axis=()`` reduces nothing, and an empty array of several axes is no error; and
-    integers and bool are float64 beside narrower types, too (SciPy: a bool beside
-    float32 is float32). SciPy 1.14 lets a Python number widen the result.
+    Results have the same shape and dtype as SciPy's, with these exceptions: `keepdims`
+    with a 0-d array gives a 0-d result, as in NumPy's reductions (SciPy: shape (1,));
+    ``axis=()`` reduces nothing, and an empty array with several axes is not an error;
+    and integers and bool count as float64 even together with narrower types (SciPy: a
+    bool with float32 is float32). SciPy 1.14 lets a Python number widen the result.
 
     Examples
     --------
@@ -362,7 +362,7 @@ def softmax_vjp(
     scale : float, default 1.0
         The scale of the softmax.
     out : ndarray, optional
-        Where the result goes; may be `y` or `dy` itself.
+        Where to put the result; may be `y` or `dy` itself.
 
     Returns
     -------

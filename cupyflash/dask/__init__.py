@@ -1,10 +1,10 @@
 """Softmax, attention and points of Dask arrays: more than memory, many processes.
 
 The functions of the package, for `dask.array.Array` with NumPy or CuPy chunks. Results
-are lazy. Chunks may lie along any axes, those that a sum runs over included: each chunk
-is computed by the plain function, and what the chunks of a row have to tell each other
-is a state of two numbers, or out and lse of attention, joined along a tree. A worker
-holds chunks and states, never a matrix of scores.
+are lazy. You can chunk along any axis, including those that a sum runs over. The plain
+function computes each chunk, and the chunks of a row only exchange two numbers per row
+(or out and lse of attention), joined in a tree. A worker holds chunks and these
+numbers, never a matrix of scores.
 
 Needs Dask: ``pip install "cupyflash[dask]"``.
 """

@@ -75,8 +75,8 @@ def attention(
     -----
     Each pair of a chunk of queries and a chunk of keys is one call of
     `cupyflash.attention`; their results are joined by `merge_attention_states` along a
-    tree. Pairs that a causal mask or a window hides are no part of the graph, if
-    `query_offset` and lengths are known to the host. In 16 bits each part is rounded to
+    tree. Pairs that a causal mask or a window hides are left out of the graph, if
+    `query_offset` and lengths are known on the host. In 16 bits each part is rounded to
     the dtype before it is joined.
 
     Examples

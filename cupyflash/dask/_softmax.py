@@ -44,7 +44,7 @@ def softmax(
     method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
         The method within a chunk.
     split_every : int, optional
-        How many states are joined at once; by default Dask's setting.
+        How many states are joined at once; Dask's setting by default.
 
     Returns
     -------
@@ -59,11 +59,11 @@ def softmax(
     Notes
     -----
     Each chunk gives its own softmax, its maximum m, and t, the logarithm of its sum of
-    ``exp(scale * (x - m))``. The pairs (m, t) of a row are joined along a tree, and
+    ``exp(scale * (x - m))``. The pairs (m, t) of a row are joined in a tree, and
     each chunk is multiplied by its share, ``exp(scale * (m - m_row) + t - t_row)`` in
     float64. Beside the error of `cupyflash.softmax`, that of the share is up to 2e-16
-    times its logarithm. Until a row's total is known, one number an element is
-    kept in place of `x`.
+    times its logarithm. Until a row's total is known, one number per element
+    is kept in place of `x`.
 
     Examples
     --------

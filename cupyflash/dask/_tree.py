@@ -1,4 +1,4 @@
-"""States of chunks, joined along a tree."""
+"""States of chunks, joined in a tree."""
 
 import functools
 import itertools

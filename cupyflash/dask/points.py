@@ -2,7 +2,7 @@
 
 `cupyflash.points.logsumexp`, `kernel_sum` and `mean` of clouds that are larger than
 memory, or spread over processes: each pair of a chunk of x and one of y is one call;
-the results over the chunks of y are joined along a tree.
+the results over the chunks of y are joined in a tree.
 
 >>> import dask.array as da
 >>> import numpy as np

@@ -65,8 +65,8 @@ def attention(
     return_lse : bool, default False
         Also return the logarithm of the softmax denominator.
     zigzag : bool, optional
-        How the sequence was dealt: ``shard(..., causal=zigzag)``. By default as
-        `causal`. Without a zigzag the parts may have any lengths.
+        How the sequence was split: ``shard(..., causal=zigzag)``. By default the
+        same as `causal`. Without a zigzag the parts may have any lengths.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def attention(
         As of `cupyflash.attention`. ValueError also on every rank where arguments of
         one are refused, or are not those of the others.
     ConnectionError, TimeoutError
-        If another rank has ended, or does not answer; this comm is then of no more use.
+        If another rank has died, or does not answer; this comm cannot be used any more.
 
     See Also
     --------
@@ -184,8 +184,8 @@ query_lengths, key_lengths, layout, precision, zigzag
     dlse : array_like, of the shape and dtype of `lse`, optional
         Gradient of the same number by `lse`.
     deterministic : bool, default False
-        Ask for gradients that are the same in every run, bit by bit. Those of float32
-        and float64 always are.
+        Make gradients bit-identical in every run. In float32 and float64 they always
+        are.
 
     Returns
     -------
@@ -199,7 +199,7 @@ query_lengths, key_lengths, layout, precision, zigzag
         As of `cupyflash.attention_vjp`. ValueError also on every rank where arguments
         of one are refused, or are not those of the others.
     ConnectionError, TimeoutError
-        If another rank has ended, or does not answer; this comm is then of no more use.
+        If another rank has died, or does not answer; this comm cannot be used any more.
 
     See Also
     --------

@@ -66,9 +66,9 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
     axis : int, default -2
         The axis of the sequence: -3 for layout "bshd", -1 for lse.
     causal : bool, default False
-        Deal the sequence in a zigzag: of ``2 * comm.size`` pieces rank r gets the r-th
-        from each end, so that ranks have equal work under a causal mask. Otherwise the
-        ranks get one piece each, in their order.
+        Split the sequence in a zigzag: of ``2 * comm.size`` pieces rank r gets the r-th
+        from each end, so that all ranks have equal work under a causal mask. Otherwise
+        the ranks get one piece each, in order.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
 
 
 def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Array:
-    """The whole array, on every rank, of which each rank has a part.
+    """Put the parts of all ranks together again, on every rank.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     axis : int, default -2
         The axis of the sequence.
     causal : bool, default False
-        Whether the parts are those of a zigzag, as `shard` deals with ``causal=True``.
+        Whether the parts form a zigzag, as `shard` makes with ``causal=True``.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     numpy.exceptions.AxisError
         If `axis` is out of bounds.
     ConnectionError, TimeoutError
-        If another rank has ended, or does not answer.
+        If another rank has died, or does not answer.
 
     See Also
     --------

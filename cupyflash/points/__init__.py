@@ -1,4 +1,4 @@
-"""Reductions over all pairs of two clouds of points, and what is made of them.
+"""Sums over all pairs of two point clouds, and tools built on them.
 
 Sums and log-sums of kernels, weighted means, kernel density, optimal transport: the
 matrix of all pairs is never stored. For NumPy and CuPy arrays.

@@ -50,7 +50,7 @@ class GaussianKDE(stats.gaussian_kde):
     Parameters
     ----------
     dataset : ndarray, shape (d, n) or (n,)
-        The data, a column a point.
+        The data, one column per point.
     bw_method : {"scott", "silverman"}, float or callable, optional
         Factor on the standard deviation of the data; "scott" by default.
     weights : ndarray, shape (n,), optional
@@ -59,16 +59,16 @@ class GaussianKDE(stats.gaussian_kde):
     Raises
     ------
     ValueError, numpy.linalg.LinAlgError
-        As SciPy's, for arguments of other shapes, and data in a subspace.
+        As in SciPy, for wrong shapes and for data in a subspace.
     TypeError
         For complex data or points.
 
     Notes
     -----
     Points are multiplied by the inverse Cholesky factor of the covariance, where the
-    kernels have a bandwidth of 1. Densities of points that are the dataset itself, the
-    same array, take half of the time on NumPy. The covariance is held by the host, so
-    that making an estimate of CuPy arrays waits for the device.
+    kernels have a bandwidth of 1. Densities at the dataset itself (the same
+    array object) take half the time on NumPy. The covariance is kept on the host, so
+    creating an estimate from CuPy arrays waits for the device.
 
     References
     ----------

@@ -49,11 +49,11 @@ def mean_shift(
     max_iter: int = 300,
     progress: Callable[[int, float], Any] | None = None,
 ) -> MeanShift:
-    """Cluster points by the hills of their density [1]_.
+    """Cluster points by the peaks of their density [1]_.
 
-    Each seed moves to the mean of the points round it, weighted by a kernel, until it
-    stays where it is. Of seeds that arrive within a bandwidth of each other, that with
-    the largest density is a centre.
+    Each seed moves to the mean of the points around it, weighted by a kernel, until it
+    stops moving. Among seeds that end up within a bandwidth of each other, the one with
+    the highest density becomes a centre.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def mean_shift(
         As in `mean`; "flat" counts the points within a bandwidth, as scikit-learn's
         `MeanShift` does.
     cluster_all : bool, default True
-        Whether points farther than a bandwidth from all centres belong to the nearest;
-        else their label is -1.
+        Whether points farther than a bandwidth from all centres belong to the nearest
+        one; otherwise their label is -1.
     max_iter : int, default 300
         Most iterations.
     progress : callable, optional
@@ -86,8 +86,8 @@ def mean_shift(
 
     Notes
     -----
-    All seeds move together, by one `mean` an iteration; the moves are read each fifth
-    iteration.
+    All seeds move together, with one `mean` per iteration; convergence is checked every
+    fifth iteration.
 
     References
     ----------

@@ -34,7 +34,7 @@ def logsumexp(
         ``1 / sqrt(1 + d**2)``. Or a function of one argument called ``d2``, the squared
         distance in bandwidths, of NumPy functions; it must be positive.
     bandwidth : float or array of float, shape (D,), default 1.0
-        Unit of the distances, one for all axes or one each, in host memory.
+        Unit of the distances, one for all axes or one per axis, in host memory.
 
     Returns
     -------
@@ -51,9 +51,9 @@ def logsumexp(
 
     Notes
     -----
-    Differences are taken before they are squared where products would lose digits, so
-    that the clouds may lie anywhere: float32 results are within 2e-6 of the exact one,
-    float64 within 1e-13. Tiles of points too far apart to matter are skipped. Points
+    Differences are taken before squaring where products would lose digits, so the
+    clouds may lie anywhere: float32 results are within 2e-6 of the exact ones, float64
+    results within 1e-13. Tiles of points too far apart to matter are skipped. Points
     whose squared distance in bandwidths overflows are infinitely far apart.
 
     Examples
@@ -86,7 +86,7 @@ def kernel_sum(
     kernel : str or function, default "gaussian"
         As in `logsumexp`; also "energy", ``-d``, and functions of any sign.
     bandwidth : float or array of float, shape (D,), default 1.0
-        Unit of the distances, one for all axes or one each, in host memory.
+        Unit of the distances, one for all axes or one per axis, in host memory.
 
     Returns
     -------
@@ -190,21 +190,21 @@ def logsumexp_vjp(
     Parameters
     ----------
     dlse : ndarray, shape (..., N)
-        Gradient that flows into the result.
+        Gradient of a loss with respect to the result.
     x, y, log_weights, kernel, bandwidth
-        As given to `logsumexp`.
+        As passed to `logsumexp`.
     lse : ndarray, shape (..., N), optional
-        Its result; computed once more without.
+        Its result; recomputed if not given.
 
     Returns
     -------
     PointsGrads
         Named tuple of dx, dy, dvalues (None), dlog_weights and dbandwidth, each of
-        the shape of what it belongs to.
+        the shape of its array.
 
     Notes
     -----
-    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+    Where a kernel has a cusp, coinciding points contribute no gradient to each other.
 
     Examples
     --------
@@ -234,19 +234,19 @@ def kernel_sum_vjp(
     Parameters
     ----------
     dout : ndarray, of the shape of the result
-        Gradient that flows into it.
+        Gradient of a loss with respect to the result.
     x, y, b, kernel, bandwidth
-        As given to `kernel_sum`.
+        As passed to `kernel_sum`.
 
     Returns
     -------
     PointsGrads
         Named tuple of dx, dy, dvalues (by `b`), dlog_weights (None) and dbandwidth,
-        each of the shape of what it belongs to.
+        each with the shape of its array.
 
     Notes
     -----
-    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+    Where a kernel has a cusp, coinciding points contribute no gradient to each other.
     """
     problem, given, results = points_problem.gradients(
         "kernel_sum", x, y, None, b, kernel, bandwidth, values_name="b", dout=dout
@@ -272,23 +272,23 @@ def mean_vjp(
     Parameters
     ----------
     dout : ndarray, of the shape of the result
-        Gradient that flows into it.
+        Gradient of a loss with respect to the result.
     x, y, v, log_weights, kernel, bandwidth
-        As given to `mean`.
+        As passed to `mean`.
     out, lse : ndarray, optional
-        What `mean` returned with `return_lse`; computed once more without.
+        What `mean` returned with `return_lse`; recomputed if not given.
     dlse : ndarray, shape (..., N), optional
-        Gradient that flows into lse.
+        Gradient of the loss with respect to lse.
 
     Returns
     -------
     PointsGrads
         Named tuple of dx, dy, dvalues (by `v`), dlog_weights and dbandwidth, each of
-        the shape of what it belongs to.
+        the shape of its array.
 
     Notes
     -----
-    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+    Where a kernel has a cusp, coinciding points contribute no gradient to each other.
     """
     problem, given, results = points_problem.gradients(
         "mean",

@@ -132,7 +132,7 @@ class Transport:
         return self.plan.means(self.plan._columns.points)
 
     def gradient(self) -> tuple[Any, Any]:
-        """Gradients of the value by x and by y, for potentials that have converged."""
+        """Gradients of the value by x and y, once the potentials have converged."""
         found = []
         for plan in (self.plan, self.plan.T):
             target, lse = plan._means(plan._columns.points)
@@ -159,7 +159,7 @@ class Divergence:
     yy: Transport
 
     def gradient(self) -> tuple[Any, Any]:
-        """Gradients of the value by x and by y."""
+        """Gradients of the value with respect to x and y."""
         by_x, by_y = self.xy.gradient()
         # Both arguments of a cloud with itself are that cloud.
         return (

@@ -21,10 +21,10 @@ class TwoSampleTest(NamedTuple):
     Attributes
     ----------
     statistic : float
-        Of the samples as they are.
+        For the samples as given.
     pvalue : float
-        Share of the permutations, the given one among them, whose statistic is at least
-        as large.
+        Share of the permutations, including the original one, whose statistic is at
+        least as large.
     null_distribution : ndarray, shape (permutations,)
         Statistics of the permutations.
     """
@@ -44,14 +44,14 @@ def energy_distance(
 ) -> Any:
     """Energy distance of two samples, ``sqrt(2 E|X-Y| - E|X-X'| - E|Y-Y'|)`` [1]_.
 
-    Of samples of one dimension that is `scipy.stats.energy_distance`.
+    For one-dimensional samples this is `scipy.stats.energy_distance`.
 
     Parameters
     ----------
     x, y : ndarray, shapes (N, D) and (M, D)
         The samples; NumPy or CuPy.
     permutations : int, default 0
-        With some, test whether both have one distribution.
+        If positive, test whether both come from the same distribution.
     rng : int or numpy.random.Generator, optional
         Draws the permutations.
     progress : callable, optional
@@ -118,7 +118,7 @@ def mmd(
         Leave out the pairs of a point with itself, so that the expected value is 0 for
         samples of one distribution; else the square is at least 0.
     permutations : int, default 0
-        With some, test whether both have one distribution.
+        If positive, test whether both come from the same distribution.
     rng : int or numpy.random.Generator, optional
         Draws the permutations.
     progress : callable, optional

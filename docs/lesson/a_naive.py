@@ -6,7 +6,8 @@ Softmax turns a row of scores :math:`x` into weights that are positive and sum t
 
 .. math:: y_i = \\frac{e^{x_i}}{\\sum_j e^{x_j}}
 
-Anyone would write it down as it stands. This page does, and finds its limits.
+You would probably code it exactly like that. This page does, and finds out where it
+breaks.
 """
 
 # %%
@@ -63,7 +64,7 @@ assert np.isnan(cupyflash.softmax(np.float32([88.8, 0]), method="naive")[0])
 assert np.isfinite(cupyflash.softmax(np.float32([88.7, 0]), method="naive")[0])
 
 # %%
-# The same on a GPU, from the run of ``make demo`` there (None is NaN):
+# The same on a GPU, from a run of ``make demo`` there (None is NaN):
 
 demo = measured.result("demo_h200")
 print(measured.source(demo))
@@ -141,6 +142,6 @@ measured.print_rows(on_gpu)
 measured.check_claims(on_gpu, plain="naive")
 
 # %%
-# All four compute row by row and hold next to nothing. Softmax alone has no memory to
-# save, so that claim can only be about attention. And on this card naive softmax is not
-# even the fastest: it gives up safety for nothing. The next page makes it safe.
+# All four work row by row and need next to no memory. Softmax alone has no memory to
+# save, so the second claim can only be about attention. And on this card naive softmax
+# is not even the fastest: it gives up safety for nothing. The next page makes it safe.

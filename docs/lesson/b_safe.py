@@ -44,7 +44,7 @@ assert np.allclose(safe(x), cupyflash.softmax(x, method="safe"))
 # --------------------
 # Softmax does little arithmetic with each score. Its time should then be the time of
 # moving numbers. How many does each method move? Here the blocks of cupyflash's CPU
-# back end are watched while they copy scores in and weights out.
+# back end are watched as they copy scores in and weights out.
 
 x = np.random.default_rng(0).standard_normal((16, 1024)).astype(np.float32)
 moved = {}
@@ -58,8 +58,8 @@ for method in measured.METHODS:
 assert moved == {"naive": 3, "safe": 4, "online": 3, "tiled": 2}
 
 # %%
-# Safety costs one sweep: 4 N in place of 3 N. The next page takes it back by the
-# online recurrence. ``tiled`` moves 2 N, which is the least possible: each score is
+# Safety costs one sweep: 4 N instead of 3 N. The next page wins it back with the online
+# recurrence. ``tiled`` moves 2 N, which is the least possible: each score is
 # read, each weight is written.
 #
 # What moving costs on a GPU
@@ -91,8 +91,8 @@ ax.legend()
 # holds them up. On this card online softmax takes longer than safe softmax, although it
 # asks for less. Counting sweeps alone would have said the opposite.
 #
-# A GPU can tell: it counts the bytes that its memory moves. A profiler read those
-# counters while each method ran once on arrays of the same size.
+# The GPU can tell us, because it counts the bytes that its memory moves. A profiler
+# read those counters while each method ran once on arrays of the same size.
 
 dram = measured.result("dram_h200")
 print(measured.source(dram))
@@ -104,7 +104,7 @@ for row in dram["rows"]:
         read[row["method"]] = reads
         print(f"{row['method']:6}  reads {reads:.2f} N, writes {writes:.2f} N")
 
-# Asked for two and three times, and brought from memory hardly more than once.
+# They ask for their input two and three times, but memory delivers it about once.
 assert max(read["online"], read["safe"]) < 1.1 < read["naive"] < 2
 
 # %%

@@ -72,7 +72,7 @@ bottom.legend()
 # %%
 # Step by step
 # ------------
-# The arrow keys go forward and back; the numbers can be yours.
+# Use the arrow keys to go forward and back. You can type in your own numbers.
 #
 # .. raw:: html
 #
@@ -81,9 +81,9 @@ bottom.legend()
 #
 # Parts can be merged
 # -------------------
-# Nothing says that a step takes one score. Two parts of a row, each with its
-# :math:`(m, d)`, join by the same formula. So threads can take parts of a row and meet
-# at the end, in any order.
+# A step does not have to take just one score. Two parts of a row, each with its
+# :math:`(m, d)`, are joined by the same formula. So threads can work on parts of a row
+# and combine them at the end, in any order.
 
 
 def merge(a, b):
@@ -139,7 +139,7 @@ for seen in (1, 10, 50):
 # %%
 # What it costs
 # -------------
-# Few long rows are where a sweep less should show: 16 rows of a million scores.
+# A saved sweep should show most with a few long rows: 16 rows of a million scores.
 
 scores = np.random.default_rng(2).standard_normal((16, 2**20), dtype=np.float32)
 exact = scipy_softmax(scores.astype(np.float64), axis=-1)
@@ -170,5 +170,5 @@ print(f"online : safe, {faster:.2f} times faster for {4 / 3:.2f} times less traf
 # has it. On a CPU the sweep that online softmax saves is cheap, and the correction is
 # not.
 #
-# Softmax by itself gains little, then. The recurrence was worth its trouble for what it
-# makes possible: the next page.
+# So softmax by itself gains little. The recurrence is worth the trouble for what it
+# makes possible on the next page.

@@ -34,7 +34,7 @@ for n in (1024, 4096, 16384, 65536):
 # 4. *Fuse*: the exponentials go into the product with V at once, and are forgotten.
 # 5. *Write*: the output is divided by its sum and written, once, with lse.
 #
-# The function counts the numbers that it asks of memory.
+# The function counts the numbers that it requests from memory.
 
 
 def tiled(q, k, v, block_m=64, block_n=64):
@@ -142,8 +142,8 @@ assert extra["safe"][-1] > 2 * 4 * sizes[-1] ** 2 / 2**20
 # %%
 # What it costs
 # -------------
-# The teaching case on the machine that built this page, beside three calls in a row.
-# The error is the largest one relative to the largest output.
+# The teaching case on the machine that built this page, compared with three separate
+# calls. The error is the largest one relative to the largest output.
 
 exact = cupyflash.attention(*(x.astype(np.float64) for x in (q, k, v)))
 
@@ -186,7 +186,7 @@ print(f"one matrix of scores is {4 * n**2 / 1e6:.1f} MB")
 # The inputs fit in a cache of this card, and with ``online`` and ``tiled`` little else
 # exists. ``naive`` and ``safe`` bring S and P from memory and back, several times.
 #
-# So the claim of memory holds, and is too modest: the ratio grows with N. The claim of
-# speed depends on the machine and on what one compares with. On this card it holds as
-# well, by the help of hardware that is made for products of matrices: the subject of
-# the last page.
+# So the claim about memory holds, and is even too modest: the ratio grows with N. The
+# claim about speed depends on the machine and on what you compare with. On this card it
+# holds as well, with the help of hardware made for matrix products, which is the
+# subject of the last page.

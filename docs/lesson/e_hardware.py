@@ -67,8 +67,8 @@ ax.set(xlabel="TFLOP/s", title=f"{case}\n{report['machine']['gpu']}")
 # the same idea meets tensor cores, in torch's flash and cudnn, it is more than ten
 # times faster than the unfused computation.
 #
-# Today's ``tiled`` takes tensor cores on this card. The same case with that kernel,
-# measured in another run, beside those of the figure:
+# Today's ``tiled`` uses tensor cores on this card. Here is the same case with that
+# kernel, measured in another run, compared with those in the figure:
 
 now = measured.result("hopper_terms_h200")
 print(measured.source(now))
@@ -103,13 +103,13 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
     print(f"{case:48} {ours:13} {theirs}")
 
 # %%
-# The claim of speed is a claim about kernels that use the whole card, and about the
-# computation that one compares with. The claim of memory needs no special hardware: it
-# is a property of the algorithm, and held on the last page on both machines.
+# The claim about speed is a claim about kernels that use the whole card, and about what
+# you compare with. The claim about memory needs no special hardware. It is a property
+# of the algorithm, and it held on both machines on the last page.
 #
 # Copies that do not wait, and overlap
 # ------------------------------------
-# Tensor cores are so fast that all else has to run beside them.
+# Tensor cores are so fast that everything else has to happen at the same time.
 #
 # *Asynchronous copies.* A thread that loads a number holds it in a register and waits
 # for it. Since Ampere a copy can go from memory to shared memory on its own, and since
@@ -131,8 +131,8 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # numbers, and a compiler gives them to threads. `benchmarks/triton_kernels.py
 # <https://github.com/cupyflash/cupyflash/tree/main/benchmarks/triton_kernels.py>`__ has
 # the online softmax of a row and this page's attention in a hundred lines, and
-# ``benchmarks/bench_triton.py`` times them beside ours. Read them first: the loop over
-# the keys is nearly the mathematics of the last page.
+# ``benchmarks/bench_triton.py`` compares their speed with ours. Read them first: the
+# loop over the keys is nearly the mathematics of the last page.
 #
 # *What Triton shows* is the algorithm: which block is where, what the running maximum
 # and sum are corrected by, and where a block ends.
@@ -143,6 +143,6 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # roles of warps, whose turn it is, which blocks share a row and how they meet. A kernel
 # in CUDA says all of that, and is many times as long.
 #
-# How far these ideas carry is a matter of measurement: the `design notes
-# <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ tell what was tried
-# here and what it gave.
+# How far these ideas carry has to be measured. The `design notes
+# <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ say what was tried
+# here, and what came of it.

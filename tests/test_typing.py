@@ -1,5 +1,6 @@
 """What type checkers see of the public functions."""
 
+import importlib
 import inspect
 import re
 import shutil
@@ -13,6 +14,8 @@ import pytest
 import cupyflash
 from cupyflash._attention import api as attention_api
 from cupyflash._softmax import api as softmax_api
+from cupyflash.distributed import _ring
+from cupyflash.points import _reductions
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
@@ -27,6 +30,10 @@ REVEALED = {
     "cupyflash.merge_attention_states(x, x)": "tuple[Any, Any]",
     "cupyflash.attention_vjp(x, x, x, x, x, x).dq": "Any",
     "cupyflash.explain('softmax', x).kernel": "str",
+    "cupyflash.points.mean(x, x, x)": "Any",
+    "cupyflash.points.mean(x, x, x, return_lse=True)": "tuple[Any, Any]",
+    "cupyflash.distributed.attention(x, x, x, return_lse=True)": "tuple[Any, Any]",
+    "cupyflash.points.GaussianKDE(x).gradient(x)": "Any",
 }
 WRONG = (
     "cupyflash.attention(x, x, x, causl=True)",
@@ -41,7 +48,7 @@ def program(tmp_path):
     """A file with all calls, one a line."""
     lines = [
         "from typing import Any, reveal_type",
-        "import cupyflash",
+        "import cupyflash, cupyflash.distributed, cupyflash.points",
         "def f(x: Any) -> None:",
         *(f"    reveal_type({call})" for call in REVEALED),
         *(f"    {call}" for call in WRONG),
@@ -82,10 +89,33 @@ def test_pyright(program):
 
 @pytest.mark.parametrize(
     ("function", "flag"),
-    [(attention_api.attention, "return_lse"), (softmax_api.logsumexp, "return_sign")],
+    [
+        (attention_api.attention, "return_lse"),
+        (softmax_api.logsumexp, "return_sign"),
+        (_ring.attention, "return_lse"),
+        (_reductions.mean, "return_lse"),
+    ],
 )
 def test_overloads_have_the_arguments_of_their_function(function, flag):
     """A new option is not forgotten in one of them."""
+    compare_with_overloads(function, flag)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "flag"),
+    [
+        ("_attention", "attention", "return_lse"),
+        ("_softmax", "logsumexp", "return_sign"),
+        ("points", "mean", "return_lse"),
+    ],
+)
+def test_so_have_those_for_dask(module, name, flag):
+    pytest.importorskip("dask.array")
+    found = importlib.import_module(f"cupyflash.dask.{module}")
+    compare_with_overloads(getattr(found, name), flag)
+
+
+def compare_with_overloads(function, flag):
     own = {
         name: parameter
         for name, parameter in inspect.signature(function).parameters.items()

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import dask.array as da
 import numpy as np
@@ -18,6 +18,75 @@ from cupyflash.dask import _chunks, _tree
 _LENGTHS = ("query_lengths", "key_lengths")
 
 
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: Any = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[False] = False,
+    method: Method = "auto",
+    split_every: int | None = None,
+) -> da.Array: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: Any = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[True],
+    method: Method = "auto",
+    split_every: int | None = None,
+) -> tuple[da.Array, da.Array]: ...
+@overload
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: Any = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    query_lengths: Any = None,
+    key_lengths: Any = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: bool = False,
+    method: Method = "auto",
+    split_every: int | None = None,
+) -> da.Array | tuple[da.Array, da.Array]: ...
 @foreign_names.documented("q", "k", "v")
 def attention(
     q: Any = None,

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import dask.array as da
 import numpy as np
@@ -121,6 +121,39 @@ def log_softmax(
     )
 
 
+@overload
+def logsumexp(
+    a: Any,
+    axis: Axis = None,
+    b: Any = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    *,
+    where: Any = None,
+    split_every: int | None = None,
+) -> da.Array: ...
+@overload
+def logsumexp(
+    a: Any,
+    axis: Axis = None,
+    b: Any = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: Any = None,
+    split_every: int | None = None,
+) -> tuple[da.Array, da.Array]: ...
+@overload
+def logsumexp(
+    a: Any,
+    axis: Axis = None,
+    b: Any = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    *,
+    where: Any = None,
+    split_every: int | None = None,
+) -> da.Array | tuple[da.Array, da.Array]: ...
 @foreign_names.documented("a")
 def logsumexp(
     a: Any = None,

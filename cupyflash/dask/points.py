@@ -13,7 +13,7 @@ array([1.3863, 1.3863, 1.3863, 1.3863])
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import dask.array as da
 import numpy as np
@@ -112,6 +112,42 @@ def kernel_sum(
     return _reduced("kernel_sum", given, kernel, bandwidth, split_every)[0]
 
 
+@overload
+def mean(
+    x: Any,
+    y: Any,
+    v: Any,
+    log_weights: Any = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: Literal[False] = False,
+    split_every: int | None = None,
+) -> da.Array: ...
+@overload
+def mean(
+    x: Any,
+    y: Any,
+    v: Any,
+    log_weights: Any = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: Literal[True],
+    split_every: int | None = None,
+) -> tuple[da.Array, da.Array]: ...
+@overload
+def mean(
+    x: Any,
+    y: Any,
+    v: Any,
+    log_weights: Any = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: bool = False,
+    split_every: int | None = None,
+) -> da.Array | tuple[da.Array, da.Array]: ...
 def mean(
     x: Any,
     y: Any,

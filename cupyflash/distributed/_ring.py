@@ -1,7 +1,7 @@
 """attention and its gradients over a ring of ranks."""
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -19,6 +19,78 @@ from cupyflash.distributed._comm import Comm, checked, ending_all, shifted
 _JOINED_AT_ONCE = 8
 
 
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    comm: Comm | None = None,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[False] = False,
+    method: Method = "auto",
+    zigzag: bool | None = None,
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    comm: Comm | None = None,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[True],
+    method: Method = "auto",
+    zigzag: bool | None = None,
+) -> tuple[Array, Array]: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    comm: Comm | None = None,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: bool = False,
+    method: Method = "auto",
+    zigzag: bool | None = None,
+) -> Array | tuple[Array, Array]: ...
 @foreign_names.documented("q", "k", "v")
 def attention(
     q: Array = None,

@@ -1,6 +1,6 @@
 """Log-sums, sums and means over all pairs of two clouds."""
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from cupyflash._core.typing import Array
 from cupyflash._points import api, gradients
@@ -112,6 +112,39 @@ def kernel_sum(
     return api.run(problem, is_vector)[0]
 
 
+@overload
+def mean(
+    x: Array,
+    y: Array,
+    v: Array,
+    log_weights: Array = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: Literal[False] = False,
+) -> Any: ...
+@overload
+def mean(
+    x: Array,
+    y: Array,
+    v: Array,
+    log_weights: Array = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: Literal[True],
+) -> tuple[Any, Any]: ...
+@overload
+def mean(
+    x: Array,
+    y: Array,
+    v: Array,
+    log_weights: Array = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: bool = False,
+) -> Any | tuple[Any, Any]: ...
 def mean(
     x: Array,
     y: Array,

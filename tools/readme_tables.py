@@ -177,26 +177,28 @@ def _by_method(parts, numbers, of, more=lambda rows: ()):
 
 
 def speed():
-    """Rates of softmax of all providers, a line a case."""
+    """Rates of softmax of all providers on a GPU, and times on a CPU; a line a case."""
     parts = []
     for name, report in reports("softmax"):
         if "provider" not in report["rows"][0]:  # of some kernels alone, not of a bench
             continue
         providers = list(dict.fromkeys(r["provider"] for r in report["rows"]))
+        on_gpu = "gpu" in report["machine"]
         cases = {}
         for row in report["rows"]:
             if "rate" in row:
-                rate = row["rate"] / 1e9
-                cell = f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}"
+                rate = f"{row['rate'] / 1e9:.0f}"
+                cell = rate if on_gpu else seconds(row["seconds"])
                 cases.setdefault(row["case"], {})[row["provider"]] = cell
         rows = [
             (case, *(cells.get(provider, "") for provider in providers))
             for case, cells in cases.items()
         ]
         parts.append(
-            f"Softmax on {machine_text(report['machine'])}, GB/s "
+            f"Softmax on {machine_text(report['machine'])}, "
+            f"{'GB/s' if on_gpu else 'time of a call'} "
             f"([numbers]({FILES}benchmarks/results/{name}), by "
-            "`benchmarks/bench_softmax.py`):\n\n"
+            f"`benchmarks/{'bench_softmax.py' if on_gpu else 'bench_cpu.py'}`):\n\n"
             + markdown(("softmax", *providers), rows)
         )
     return "\n".join(parts)
@@ -283,10 +285,10 @@ def _compared(rest, folder):
         )
         for (what, name), (ratios, peers) in groups.items()
     ]
-    columns = ("attention", "cells", "least", "mean", "most", "beside")
-    each = f" (each cell: [benchmarks]({folder}README.md))" if folder else ""
+    columns = ("attention", "cases", "least", "mean", "most", "fastest peer")
+    each = f" (case by case: [benchmarks]({folder}README.md))" if folder else ""
     return (
-        "NVIDIA H200, how many times as fast as the fastest peer of each cell, over "
+        "NVIDIA H200, how many times as fast as the fastest peer of each case, over "
         "lengths, full and causal, single runs; mma.sync with the tiles of sm_80"
         f"{each}:\n\n{markdown(columns, rows)}"
     )

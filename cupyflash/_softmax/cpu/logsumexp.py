@@ -15,8 +15,10 @@ from cupyflash._softmax.cpu.blocks import (
     sum_of_parts,
 )
 
-# Below this size the logarithms that make up a result cancel, and it is redone.
-_NEAR_ZERO = 1.0
+# Below this size the logarithms that make up a result cancel, and it is redone: digits
+# that it shows would be lost.
+_NEAR_ZERO = {"float64": 1.0}
+_NEAR_ZERO_IF_NARROW = 2.0**-20
 
 
 def work_dtype(problem):
@@ -47,7 +49,8 @@ def run(problem, operands, threads):
 def small(plan, x):
     """log sum exp(x) of a small array, by the plan of such calls."""
     problem, block = plan.problem, plan.block(x)
-    log, _ = _finish(block, [None], [_state(block, None, np.float64)])
+    states = [_state(block, None, np.float64)]
+    log, _ = _finish(problem, block, [None], states)
     kept = log.reshape([problem.shape[a] for a in plan.kept_axes])
     result = np.empty(problem.result_shape, plan.dtype)
     store(result, kept.transpose(np.argsort(plan.kept_axes)).reshape(result.shape))
@@ -87,7 +90,7 @@ def _by_blocks(rows, work, logs, totals, threads):
         block = Block(rows, box, scratch)
         pieces = [block.whole()] if rows.fits else block.pieces()
         states = [_state(block, piece, work) for piece in pieces]
-        log, total = _finish(block, pieces, states)
+        log, total = _finish(rows.problem, block, pieces, states)
         logs[box] = log.reshape(logs[box].shape)
         totals[box] = total.reshape(logs[box].shape)
 
@@ -106,7 +109,7 @@ def _by_pieces(rows, work, logs, totals, threads):
     def one_row(r, scratch):
         block = Block(rows, row_boxes[r], scratch)
         parts = [states.pop((r, p)) for p in range(len(pieces))]
-        log, total = _finish(block, pieces, parts)
+        log, total = _finish(rows.problem, block, pieces, parts)
         logs[row_boxes[r]], totals[row_boxes[r]] = log.item(), total.item()
 
     _threads.for_each(one_piece, np.ndindex(len(row_boxes), len(pieces)), threads)
@@ -151,7 +154,7 @@ def _state(block, piece, dtype):
     return m, row_sum(e)
 
 
-def _finish(block, pieces, states):
+def _finish(problem, block, pieces, states):
     """(log |sum|, sum in units of the largest exponential) of each row."""
     top = np.max([m for m, _ in states], axis=0)
     total = sum_of_parts(
@@ -165,7 +168,8 @@ def _finish(block, pieces, states):
     log_of_sum = np.log(np.abs(total))
     log = log_of_sum + top
     if not np.iscomplexobj(total):
-        redo = (np.abs(log) < _NEAR_ZERO) & (total > 0)
+        near_zero = _NEAR_ZERO.get(problem.dtypes["out"], _NEAR_ZERO_IF_NARROW)
+        redo = (np.abs(log) < near_zero) & (total > 0)
         if block.has_weights:  # which may leave nothing of the largest terms
             redo |= np.abs(log) < np.abs(log_of_sum)
         redo &= np.isfinite(log)

@@ -90,13 +90,13 @@ def test_long_rows_of_terms_that_are_all_alike(method):
 def test_logsumexp_of_narrow_numbers_near_zero():
     """Its digits do not cancel, however near."""
     rng = np.random.default_rng(0)
-    sums = 1 + rng.choice([-1, 1], 20_000) * 10 ** -rng.uniform(0.5, 7, 20_000)
+    sums = 1 + rng.choice([-1, 1], 20_000) * 10 ** -rng.uniform(0.5, 9, 20_000)
     first = rng.uniform(-3, -0.5, sums.size)
     x = np.stack([first, np.log(sums - np.exp(first))], axis=1).astype(np.float32)
     wide = x.astype(np.longdouble)
     exact = np.log1p(np.exp(wide[:, 1]) + np.expm1(wide[:, 0]))
     error = np.abs(cupyflash.logsumexp(x, axis=1) - exact)
-    assert (error / np.spacing(np.abs(exact).astype(np.float32))).max() <= 0.6
+    assert (error / np.spacing(np.abs(exact).astype(np.float32))).max() <= 1.5
 
 
 def test_pieces_far_apart():

@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 
 import cupyflash
-from cupyflash._core import foreign_names
+from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import Axis, Method, Never
 from cupyflash._softmax import problem as softmax_problem
 from cupyflash.dask import _chunks
@@ -371,17 +371,18 @@ def _state(part, x, where=None, *, names, axes, scale, log, result):
     `part` is its softmax, or the logarithm of that, whose largest number is -t.
     """
     xp = _chunks.namespace(x)
-    x = x.astype(result)
+    if arrays.dtype_name(x) in ("float16", "bfloat16"):
+        x = x.astype(np.float32)
     if scale == 0:
         x = xp.where(xp.isinf(x), math.nan, 0.0)
     low = _low(scale)
     if where is not None:
-        x = xp.where(where, x, low)
+        x = xp.where(where, x, xp.asarray(low, xp.result_type(x, np.float32)))
     if not all(x.shape[axis] for axis in axes):
         shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape))
         return xp.stack([xp.full(shape, low), xp.full(shape, -math.inf)])
-    m = (x.max if scale >= 0 else x.min)(axis=axes, keepdims=True)
-    top = part.astype(result).max(axis=axes, keepdims=True)
+    m = (x.max if scale >= 0 else x.min)(axis=axes, keepdims=True).astype(result)
+    top = part.max(axis=axes, keepdims=True).astype(result)
     with np.errstate(divide="ignore"):
         t = -top if log else -xp.log(top)
     return xp.stack([m, xp.where(m == low, -math.inf, t)])
@@ -407,20 +408,26 @@ def _join_states(states, axis, keepdims, *, scale):
 def _share(part, state, total, where=None, *, scale, log, result):
     """A chunk of the result: its own softmax by its share of the whole row."""
     xp = _chunks.namespace(part)
-    nothing = -math.inf if log else 0
     (m, t), (m_row, t_row) = state, total
     with np.errstate(all="ignore"):
         share = scale * (m - m_row) + (t - t_row)
-        found = part + share if log else part * xp.exp(share)
+        share = (share if log else xp.exp(share)).astype(part.dtype)
+        found = part + share if log else part * share
+    if not bool((xp.isfinite(m) & xp.isfinite(m_row)).all()):
+        found = _beside_infinities(xp, found, part, m, m_row, scale, log)
+        if where is not None:
+            found = xp.where(where, found, -math.inf if log else 0)
+    return found.astype(result, copy=False)
+
+
+def _beside_infinities(xp, found, part, m, m_row, scale, log):
+    """Where the largest number of a chunk or of a row is not finite."""
+    nothing, low = -math.inf if log else 0, _low(scale)
     # Chunks of -inf alone beside others; rows of -inf alone, and rows with +inf.
-    low = _low(scale)
     found = xp.where(m == low, nothing, found)
     beside_inf = xp.where(m == m_row, part, nothing) if log else math.nan
     found = xp.where(m_row == low, part, xp.where(m_row == -low, beside_inf, found))
-    found = xp.where(xp.isnan(m_row), math.nan, found)
-    if where is not None:
-        found = xp.where(where, found, nothing)
-    return found.astype(result)
+    return xp.where(xp.isnan(m_row), math.nan, found)
 
 
 def _log_state(*blocks, names, axes, result):

@@ -411,3 +411,32 @@ def test_the_kernels_in_triton_compute_what_they_say():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_two_gpus_on_numpy(tmp_path):
+    """Its whole way over two processes, at a size that says nothing about speed."""
+    path = tmp_path / "two.json"
+    subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "bench_two_gpus.py"),
+            "--cpu",
+            "--seconds=100",
+            f"--json={path}",
+        ],
+        check=True,
+        timeout=170,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    report = json.loads(path.read_text())
+    assert [(x["causal"], x["backward"]) for x in report["goal"]] == [
+        (False, False), (False, True), (True, False), (True, True),
+    ]  # fmt: skip
+    assert all(x["times_one"] > 0 for x in report["goal"] + report["lengths"])
+    assert [x["same_bits"] for x in report["goal"][1::2]] == [True, True]
+    assert 0 <= report["goal"][1]["hidden"]["share_hidden"] <= 1
+    assert set(report["errors"]) == {"out", "lse", "dq", "dk", "dv"}
+    assert all(x < report["allowed"] for x in report["errors"].values())
+    assert report["problems"] == {"done": 6, "bad": []}
+    assert len(report["lengths"]) == 4
+    assert report["left_out"] == []

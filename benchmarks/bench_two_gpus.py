@@ -1,0 +1,398 @@
+"""Attention of one sequence on two GPUs beside one: all that is promised, in one run.
+
+    python benchmarks/bench_two_gpus.py --json benchmarks/results/two_gpus_h200.json
+
+Starts two processes on this machine, which take a GPU each; with ``--cpu`` they compute
+small problems with NumPy. Measured are, of bfloat16 with 16 heads of 128 columns:
+
+- forward, and forward with gradients, of 131,072 tokens, full and causal, on one GPU
+  and on two; whether two runs give the same bits;
+- the same over lengths from 16,384 to a million, with the time of the transfers alone
+  and the share of it that is hidden behind the computation;
+- random problems beside the plain functions;
+- softmax and attention by cupyflash.dask on one GPU and on two, where dask-cuda is
+  installed.
+
+What is done is written after each step; a step that the time left does not allow is
+left out, and said so.
+"""
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import timing
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+import cupyflash
+from cupyflash import distributed
+from cupyflash._core.arrays import to_dtype
+from cupyflash.distributed import _bits
+
+RANKS = 2
+GOAL = {  # heads, columns, tokens, dtype
+    True: (16, 128, 131_072, "bfloat16"),
+    False: (2, 16, 256, "float32"),
+}
+LENGTHS = {
+    True: (16_384, 32_768, 65_536, 262_144, 524_288, 1_048_576),
+    False: (64, 128),
+}
+PROBLEMS = {True: 100, False: 6}
+# Two roundings of 16 bits, of the largest number; a split of the keys in float32.
+ALLOWED = {"bfloat16": 2**-7, "float32": 2e-6}
+
+
+class Clock:
+    """Seconds of a call that all ranks make together, the slowest one's."""
+
+    def __init__(self, comm, on_gpu, end):
+        self.comm, self.on_gpu, self.end = comm, on_gpu, end
+
+    def left(self):
+        """Seconds until the run has to end, the same on all ranks."""
+        own = repr(self.end - time.time()).encode()
+        return min(float(x) for x in self.comm.all_gather(own))
+
+    def seconds(self, call):
+        """Of one call; `call` may be None where a rank only waits."""
+        self._wait()
+        self.comm.all_gather(b"")
+        start = time.perf_counter()
+        if call is not None:
+            call()
+        self._wait()
+        own = repr(time.perf_counter() - start).encode()
+        return max(float(x) for x in self.comm.all_gather(own))
+
+    def medians(self, calls, at_most):
+        """{name: median seconds}, in turns, for some seconds and five turns at most."""
+        found = {name: [] for name in calls}
+        for call in calls.values():
+            self.seconds(call)  # compiles, plans, fills the pool
+        spent = 0.0
+        while spent < at_most and len(found[next(iter(found))]) < 5:
+            for name, call in calls.items():
+                found[name].append(self.seconds(call))
+            spent = sum(map(sum, found.values()))
+        return {name: statistics.median(times) for name, times in found.items()}
+
+    def _wait(self):
+        if self.on_gpu:
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+
+class NoTransfer(distributed.Comm):
+    """The ranks of a comm, which compute as ever and send nothing."""
+
+    def __init__(self, comm):
+        super().__init__(comm.rank, comm.size, timeout=comm.timeout)
+        self._comm = comm
+
+    def exchange(self, sent, target, received, source):
+        for x in received:
+            x.view(np.uint8)[...] = 0
+        return lambda: None
+
+    def all_gather(self, message):
+        return self._comm.all_gather(message)
+
+    def for_arrays(self, like):
+        return self
+
+
+class Problem:
+    """q, k, v and dout of a length: the whole on rank 0, and the part of each rank."""
+
+    def __init__(self, xp, comm, on_gpu, tokens, causal):
+        heads, dim, _, dtype = GOAL[on_gpu]
+        self.comm, self.causal, self.tokens = comm, causal, tokens
+        self.dtype = dtype
+        whole = [self._made(xp, seed, heads, tokens, dim) for seed in range(4)]
+        self.part = [distributed.shard(x, comm, causal=causal) for x in whole]
+        self.whole = whole if comm.rank == 0 else None
+
+    def _made(self, xp, seed, heads, tokens, dim):
+        """Random numbers, head by head: those of the dtype alone take memory."""
+        rng = xp.random.default_rng(seed)
+        found = xp.empty((heads, tokens, dim), to_dtype(self.dtype))
+        for head in _bits.bits(found):
+            x = rng.standard_normal((tokens, dim), dtype=np.float32)
+            head[...] = _bits.bits(_bits.cast(xp, x, found.dtype))
+        return found
+
+    def one(self, backward):
+        """(out, lse, dq, dk, dv) on one GPU."""
+        q, k, v, dout = self.whole
+        options = {"causal": self.causal}
+        found = cupyflash.attention(q, k, v, return_lse=True, **options)
+        if backward:
+            found += cupyflash.attention_vjp(
+                dout, q, k, v, *found, deterministic=True, **options
+            )[:3]
+        return found
+
+    def two(self, backward, comm=None):
+        """The same of this rank's part."""
+        q, k, v, dout = self.part
+        comm, options = comm or self.comm, {"causal": self.causal}
+        found = distributed.attention(q, k, v, comm, return_lse=True, **options)
+        if backward:
+            found += distributed.attention_vjp(
+                dout, q, k, v, *found, comm, deterministic=True, **options
+            )[:3]
+        return found
+
+    def transfer(self):
+        """What the forward call sends, alone."""
+        _, k, v, _ = self.part
+        half = k.shape[-2] // 2 if self.causal and self.comm.rank == 0 else None
+        comm = self.comm.for_arrays(k)
+        other = 1 - self.comm.rank
+        mine = [x[:, :half].copy() for x in (k, v)]
+        coming = k.shape[-2] // 2 if self.causal and self.comm.rank else k.shape[-2]
+        theirs = [x[:, :coming].copy() for x in (k, v)]
+
+        def call():
+            comm.exchange(mine, other, theirs, other)()
+            comm.finish()
+
+        return call
+
+
+def speed(clock, problem, backward, at_most):
+    """A row of the table: seconds on one and on two, and their ratio."""
+    calls = {
+        "one": (lambda: problem.one(backward)) if problem.whole else None,
+        "two": lambda: problem.two(backward),
+    }
+    seconds = clock.medians(calls, at_most)
+    return {
+        "tokens": problem.tokens,
+        "causal": problem.causal,
+        "backward": backward,
+        **{f"seconds_{name}": x for name, x in seconds.items()},
+        "times_one": seconds["one"] / seconds["two"],
+    }
+
+
+def hidden(clock, problem):
+    """How much of the transfers of a forward call its computation hides."""
+    quiet = NoTransfer(problem.comm)
+    seconds = clock.medians(
+        {
+            "two": lambda: problem.two(False),
+            "computing": lambda: problem.two(False, quiet),
+            "transfer": problem.transfer(),
+        },
+        3.0,
+    )
+    shown = max(0.0, seconds["two"] - seconds["computing"])
+    seconds["share_hidden"] = max(0.0, 1 - shown / seconds["transfer"])
+    return seconds
+
+
+def same_bits(xp, problem):
+    """Whether two runs give the same bits on this rank."""
+    return all(
+        bool(xp.array_equal(a.view(np.uint8), b.view(np.uint8)))
+        for a, b in zip(problem.two(True), problem.two(True), strict=True)
+    )
+
+
+def errors(problem):
+    """Largest difference from one GPU, of the largest number, by result."""
+    from accuracy import to_host
+
+    axes = (-2, -1, -2, -2, -2)
+    found = [
+        distributed.unshard(x, problem.comm, axis, causal=problem.causal)
+        for x, axis in zip(problem.two(True), axes, strict=True)
+    ]
+    if problem.whole is None:
+        return {}
+    names = ("out", "lse", "dq", "dk", "dv")
+    pairs = zip(names, found, problem.one(True), strict=True)
+    hosts = ((n, *(to_host(x).astype(np.float64) for x in pair)) for n, *pair in pairs)
+    return {n: float(abs(a - b).max() / abs(b).max()) for n, a, b in hosts}
+
+
+def rank_of_two(args, end):
+    """What each rank does; rank 0 writes the report."""
+    with distributed.connect(timeout=120) as comm:
+        xp, on_gpu = timing.backend(args)
+        if on_gpu:
+            xp.cuda.Device(comm.local_rank).use()
+        clock = Clock(comm, on_gpu, end)
+        report = {"ranks": comm.size, "goal": [], "lengths": [], "left_out": []}
+
+        def write(what):
+            print(f"{time.strftime('%X')} {what}", flush=True) if not comm.rank else 0
+            if comm.rank == 0:
+                timing.save(args.json, "two_gpus", on_gpu, **report)
+
+        def may(what, seconds):
+            if clock.left() > seconds:
+                return True
+            report["left_out"].append(what)
+            return False
+
+        tokens = GOAL[on_gpu][2]
+        for causal in (False, True):
+            problem = Problem(xp, comm, on_gpu, tokens, causal)
+            for backward in (False, True):
+                row = speed(clock, problem, backward, 6.0)
+                report["goal"].append(row)
+                write(row)
+            same = comm.all_gather(b"%d" % same_bits(xp, problem))
+            report["goal"][-1]["same_bits"] = set(same) == {b"1"}
+            report["goal"][-1]["hidden"] = hidden(clock, problem)
+            write(report["goal"][-1])
+        del problem
+        small = Problem(xp, comm, on_gpu, min(tokens, 16_384), True)
+        report["errors"] = errors(small)
+        report["allowed"] = ALLOWED[small.dtype]
+        write(report["errors"])
+        del small
+        problems(comm, clock, xp, on_gpu, report, write)
+        for tokens in LENGTHS[on_gpu]:
+            for causal in (True, False):
+                # At 600 TFLOP/s: by one GPU and by two, warm and timed.
+                turn = 8192 * tokens**2 / 6e14 / (1 + causal) if on_gpu else 0
+                if not may(f"{tokens} tokens, causal={causal}", 3 * turn + 5):
+                    continue
+                problem = Problem(xp, comm, on_gpu, tokens, causal)
+                row = speed(clock, problem, False, 3.0)
+                if may(f"transfers of {tokens}, causal={causal}", 2 * turn + 5):
+                    row["hidden"] = hidden(clock, problem)
+                report["lengths"].append(row)
+                write(row)
+                del problem
+        write("ranks are done")
+
+
+def problems(comm, clock, xp, on_gpu, report, write):
+    """Random problems, as many as there is time for."""
+    import fuzz_ranks
+
+    report["problems"] = {"done": 0, "bad": []}
+    until = clock.left() / 2
+    for seed in range(90_000, 90_000 + PROBLEMS[on_gpu]):
+        if clock.left() < until:
+            report["left_out"].append(f"problems from {seed} on")
+            break
+        text = fuzz_ranks.solve(comm, seed, few=on_gpu, xp=xp) or ""
+        said = filter(None, comm.all_gather(text.encode()))
+        report["problems"]["bad"] += [f"{seed}: {x.decode()}" for x in said]
+        report["problems"]["done"] += 1
+    write(report["problems"])
+
+
+def by_dask(args, on_gpu):
+    """Seconds of softmax and attention by Dask on one worker and on two."""
+    cluster = timing.optional("dask_cuda") if on_gpu else timing.optional("distributed")
+    if cluster is None:
+        return None
+    from distributed import Client
+
+    import cupyflash.dask
+
+    xp = timing.backend(args)[0]
+    kind = cluster.LocalCUDACluster if on_gpu else cluster.LocalCluster
+    more = {} if on_gpu else {"dashboard_address": None}
+    rows, columns = (65_536, 32_768) if on_gpu else (64, 256)
+    seqlen, dim = (131_072, 128) if on_gpu else (64, 8)
+    dtype = np.float16 if on_gpu else np.float32
+    found = {}
+    for workers in (1, 2):
+        with (
+            kind(n_workers=workers, threads_per_worker=1, **more) as local,
+            Client(local) as client,
+        ):
+            x = _random(xp, (rows, columns), (rows // 8, columns // 2), np.float32)
+            q = _random(xp, (8, seqlen, dim), (1, seqlen // 2, dim), dtype)
+            x, q = client.persist([x, q])
+            for name, call in (
+                ("softmax", lambda x=x: cupyflash.dask.softmax(x, axis=1).sum()),
+                ("attention", lambda q=q: cupyflash.dask.attention(q, q, q).sum()),
+            ):
+                call().compute()
+                times = []
+                for _ in range(3):
+                    start = time.perf_counter()
+                    call().compute()
+                    times.append(time.perf_counter() - start)
+                found.setdefault(name, {})[f"seconds_{workers}"] = min(times)
+    for row in found.values():
+        row["times_one"] = row["seconds_1"] / row["seconds_2"]
+    return found
+
+
+def _random(xp, shape, chunks, dtype):
+    """A Dask array of random numbers, made on the workers."""
+    import dask.array as da
+
+    def made(block, block_info=None):
+        place = block_info[None]["chunk-location"]
+        rng = xp.random.default_rng(sum(n << 8 * i for i, n in enumerate(place)))
+        return rng.standard_normal(block.shape, dtype=np.float32).astype(dtype)
+
+    empty = da.zeros(shape, chunks=chunks, dtype=dtype)
+    return empty.map_blocks(made, dtype=dtype, meta=xp.empty((0,) * len(shape), dtype))
+
+
+def start_ranks(args, end):
+    """This script once more for each rank; how long they may take."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(RANKS):
+        told = {
+            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUPYFLASH_END": end,
+        }  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:]],
+                env={**os.environ, **{n: str(x) for n, x in told.items()}},
+            )
+        )
+    try:
+        return [p.wait(max(1.0, end + 30 - time.time())) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def main():
+    """Start the ranks, or be one."""
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--seconds", type=float, default=270, help="after these no step is begun"
+    )
+    args = parser.parse_args()
+    if "CUPYFLASH_END" in os.environ:
+        return rank_of_two(args, float(os.environ["CUPYFLASH_END"]))
+    failed = start_ranks(args, time.time() + args.seconds)
+    if any(failed):
+        return sys.exit(f"ranks ended with {failed}")
+    _, on_gpu = timing.backend(args)
+    if args.json is not None:
+        report = json.loads(args.json.read_text(encoding="utf-8"))
+        report["dask"] = by_dask(args, on_gpu)
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(report["dask"])
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,7 @@ def from_torch(xp, tensor):
     return xp.from_dlpack(tensor)
 
 
-def _version(package):
+def version(package):
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +94,7 @@ def save(path, benchmark, on_gpu, **content):
     machine = measure.machine(on_gpu)
     for module, package in _PACKAGES.items():
         if module in sys.modules:
-            machine[package] = _version(package)
+            machine[package] = version(package)
     if "torch" in sys.modules and (cudnn := sys.modules["torch"].backends.cudnn):
         machine["cudnn"] = cudnn.version()
     if _absent:

@@ -1,0 +1,197 @@
+"""cupyflash.dask beside the plain functions, and what workers of a cluster hold.
+
+    python benchmarks/bench_dask.py --json benchmarks/results/dask_cpu.json
+
+One core, one thread: each function of a whole array, and the same by Dask, chunk by
+chunk, from array to array. Then softmax of the rows of a Zarr store that is four times
+as large as the memory limit of one of two workers, cut along both axes, from store to
+store; the memory of the workers is asked for every 50 ms.
+"""
+
+import contextlib
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import dask
+import dask.array as da
+import numpy as np
+import threadpoolctl
+import timing
+
+import cupyflash
+import cupyflash.dask
+from cupyflash import points
+
+WORKERS, LIMIT = 2, 400_000_000
+
+
+def into(function, x, **options):
+    """A plain function of a whole array, into one that is there."""
+    out = np.empty_like(x)
+    return lambda: function(x, out=out, **options)
+
+
+def by_chunks(function, x, chunks, out):
+    """The same by Dask, each chunk written where it belongs."""
+    lazy = da.from_array(x, chunks=chunks)
+    return lambda: da.store(function(lazy), out, lock=False)
+
+
+def cases(quick):
+    """(name, chunks, whole, chunked, calls of the plain function that Dask makes)."""
+    rng = np.random.default_rng(0)
+    rows = 200 if quick else 4_000
+    x = rng.standard_normal((rows, 8_000), dtype=np.float32)
+    out, sums = np.empty_like(x), np.empty(rows, np.float32)
+    chunkings = [(rows // n, 8_000) for n in (2, 4, 8)]
+    chunkings += [(rows // 2, 4_000), (rows, 2_000)]
+    soft, logs = cupyflash.dask.softmax, cupyflash.dask.logsumexp
+    for chunks in chunkings:
+        count = (rows // chunks[0]) * (8_000 // chunks[1])
+        yield (
+            "softmax", chunks, into(cupyflash.softmax, x, axis=1),
+            by_chunks(lambda y: soft(y, axis=1), x, chunks, out), count,
+        )  # fmt: skip
+        yield (
+            "logsumexp", chunks, lambda: cupyflash.logsumexp(x, axis=1),
+            by_chunks(lambda y: logs(y, axis=1), x, chunks, sums), count,
+        )  # fmt: skip
+    seqlen = 512 if quick else 8_192
+    q = rng.standard_normal((1, seqlen, 64), dtype=np.float32)
+    out, attend = np.empty_like(q), cupyflash.dask.attention
+    for causal in (False, True):
+        options = {"causal": causal}
+        for length in (seqlen // 2, seqlen // 4, seqlen // 8):
+            count = seqlen // length
+            yield (
+                f"attention, causal={causal}", (1, length, 64),
+                lambda o=options: cupyflash.attention(q, q, q, **o),
+                by_chunks(lambda y, o=options: attend(y, y, y, **o), q,
+                          (1, length, 64), out),
+                count * (count + 1) // 2 if causal else count**2,
+            )  # fmt: skip
+    count = 500 if quick else 8_000
+    z = rng.standard_normal((count, 8))
+    other, sums = z.copy(), np.empty(count)
+    for length in (count // 2, count // 4):
+        y = da.from_array(other, chunks=(length, 8))
+        yield (
+            "points.logsumexp", (length, 8), lambda: points.logsumexp(z, other),
+            by_chunks(lambda x, y=y: cupyflash.dask.points.logsumexp(x, y), z,
+                      (length, 8), sums),
+            (count // length) ** 2,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_core():
+    """This process and its BLAS on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with threadpoolctl.threadpool_limits(1):
+            yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def overheads(turns, only, quick):
+    """A row of each case: medians of both, in turns."""
+    with one_core(), dask.config.set(scheduler="sync"):
+        for name, chunks, whole, chunked, count in cases(quick):
+            if only not in name:
+                continue
+            times = {whole: [], chunked: []}
+            for call in times:
+                call()
+            for _ in range(turns):
+                for call, found in times.items():
+                    start = time.perf_counter()
+                    call()
+                    found.append(time.perf_counter() - start)
+            plain, by_dask = map(statistics.median, times.values())
+            row = {
+                "function": name, "chunks": chunks, "calls": count,
+                "ms_of_a_chunk": 1e3 * plain / count, "seconds_plain": plain,
+                "seconds_dask": by_dask, "overhead": by_dask / plain - 1,
+            }  # fmt: skip
+            print(
+                f"{name:24} {chunks!s:14} {row['ms_of_a_chunk']:7.1f} ms a chunk, "
+                f"overhead {100 * row['overhead']:5.1f} %",
+                flush=True,
+            )
+            yield row
+
+
+def memory(quick):
+    """Softmax of a store by a cluster, and the most that a worker held meanwhile."""
+    import psutil
+    from distributed import Client, LocalCluster
+
+    columns = 50_000
+    rows = 200 if quick else 4 * LIMIT // (4 * columns)
+    chunks = (min(rows, 250), 10_000)
+
+    def made(block, block_info=None):
+        seed = block_info[None]["chunk-location"]
+        return np.random.default_rng(seed).standard_normal(block.shape, np.float32)
+
+    peaks, done = [], threading.Event()
+
+    def watch(processes):
+        while not done.wait(0.05):
+            peaks.append([p.memory_info().rss for p in processes])
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LocalCluster(
+            n_workers=WORKERS, threads_per_worker=1, memory_limit=LIMIT,
+            dashboard_address=None,
+        ) as cluster,
+        Client(cluster) as client,
+    ):  # fmt: skip
+        source, target = (str(Path(folder) / name) for name in ("x", "softmax"))
+        x = da.zeros((rows, columns), chunks=chunks, dtype=np.float32)
+        x.map_blocks(made, dtype=np.float32).to_zarr(source)
+        pids = client.run(os.getpid)
+        idle = [psutil.Process(pid).memory_info().rss for pid in pids.values()]
+        thread = threading.Thread(
+            target=watch, args=([psutil.Process(pid) for pid in pids.values()],)
+        )
+        thread.start()
+        start = time.perf_counter()
+        cupyflash.dask.softmax(da.from_zarr(source), axis=1).to_zarr(target)
+        seconds = time.perf_counter() - start
+        done.set()
+        thread.join()
+        sums = da.from_zarr(target).sum(axis=1, dtype=np.float64).compute()
+        np.testing.assert_allclose(sums, 1, rtol=1e-5)
+        same = client.run(os.getpid) == pids  # none was killed and started again
+    report = {
+        "workers": WORKERS, "limit": LIMIT, "bytes": 4 * rows * columns,
+        "chunks": chunks, "seconds": seconds, "idle": max(idle),
+        "peak": max(map(max, peaks)), "workers_lived": same,
+    }  # fmt: skip
+    print(report, flush=True)
+    return report
+
+
+def main():
+    """Measure, print and write the report."""
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="sizes of a test")
+    args = parser.parse_args()
+    versions = {n: timing.version(n) for n in ("dask", "distributed", "zarr")}
+    rows = list(overheads(args.turns, args.only, args.quick))
+    found = None if args.only else memory(args.quick)
+    timing.save(
+        args.json, "dask", False, versions=versions, overheads=rows, memory=found
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -97,8 +97,8 @@ _ARRAY_PROTOCOLS = (
 
 # What to write instead, by the package of the type.
 _INSTEAD = {
-    "dask": "use cupyflash.dask, which has softmax, log_softmax, logsumexp, attention "
-    "and merge_attention_states for Dask arrays, or give x.compute()",
+    "dask": "use cupyflash.dask, which has softmax, log_softmax, logsumexp, attention, "
+    "merge_attention_states and points for Dask arrays, or give x.compute()",
     "xarray": "call it by xarray.apply_ufunc(f, x, ...), or give x.values",
     "pandas": "give x.to_numpy()",
     "sparse": "give x.todense()",

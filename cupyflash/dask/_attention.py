@@ -163,6 +163,11 @@ def attention(
         "alibi_slopes": alibi_slopes, "query_offset": query_offset,
         "query_lengths": query_lengths, "key_lengths": key_lengths,
     }  # fmt: skip
+    if callable(mask):
+        raise TypeError(
+            "mask must be an array here, not a function: give causal=, window= or "
+            "lengths, or what the function returns for all queries and keys"
+        )
     split_every = _chunks.split_every(split_every)
     # What the plain function says of a number is said of it as it is.
     is_number = _arrays.is_scalar(query_offset)

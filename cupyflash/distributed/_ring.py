@@ -170,9 +170,9 @@ def attention(
     rank sees are not sent to it. A rank holds its own keys, those of two others, and up
     to eight results; these are the same in every run.
 
-    That the ranks make the same call is checked once for each shape and set of options.
-    On GPUs a call returns when the keys have arrived, while their last part is still
-    being computed.
+    Each call begins with a short message from every rank to every other, which shows
+    that they all make the same call. On GPUs a call returns when the keys have arrived,
+    while their last part is still being computed.
 
     References
     ----------
@@ -352,8 +352,8 @@ class _Call:
         order = {n: self.given[n] for n in needed} | self.given
         if callable(order["mask"]):
             raise TypeError(
-                "mask must be an array here: functions of positions are not taken over "
-                "ranks; causal, window and lengths are"
+                "mask must be an array here, not a function: give causal=, window= or "
+                "lengths, or what the function returns for the queries of this rank"
             )
         self.given.update(arrays.adopt_all(len(needed), **order)[1])
 

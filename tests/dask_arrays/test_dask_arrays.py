@@ -241,6 +241,8 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
         cupyflash.dask.attention(x, x, x, key_lengths=np.array(3))
     with pytest.raises(ValueError, match=r"key_lengths\[1\] is 3"):
         cupyflash.dask.attention(*[x[:, None, None]] * 3, key_lengths=[1, 3])
+    with pytest.raises(TypeError, match="mask must be an array here, not a function"):
+        cupyflash.dask.attention(x, x, x, mask=lambda i, j: i >= j)
     with pytest.raises(TypeError, match="int or an integer array, got float"):
         cupyflash.dask.attention(x, x, x, query_offset=1.0)
     for function in (cupyflash.dask.attention, cupyflash.dask.merge_attention_states):

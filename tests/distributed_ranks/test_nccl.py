@@ -214,6 +214,28 @@ def test_an_error_of_nccl(monkeypatch):
         assert "aborted" in log
 
 
+def test_the_calls_of_this_cupy():
+    """What the stand-in takes is what the binding takes, where NCCL can be loaded."""
+    nccl = pytest.importorskip("cupy.cuda.nccl", exc_type=ImportError)
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    name = nccl.get_unique_id()
+    assert (type(name), len(name)) == (bytes, 128)
+    kind = nccl.NcclCommunicator
+    assert kind.__doc__.startswith("NcclCommunicator(int ndev, bytes commId, int rank")
+    for post, what in ((kind.send, "sendbuf"), (kind.recv, "recvbuf")):
+        assert (
+            f"(self, intptr_t {what}, size_t count, int datatype, int peer, "
+            "intptr_t stream)" in post.__doc__
+        )
+    for method in ("check_async_error", "abort", "destroy"):
+        assert callable(getattr(kind, method))
+    assert isinstance(nccl.NCCL_UINT8, int)
+    assert issubclass(nccl.NcclError, Exception)
+    nccl.groupStart()
+    nccl.groupEnd()
+
+
 @pytest.mark.gpu
 def test_nccl_on_one_gpu():
     """A rank that sends to itself, through NCCL, on the stream of transfers."""

@@ -324,7 +324,9 @@ def test_errors_in_words():
     with distributed.connect() as comm:
         with pytest.raises(TypeError, match=r"is_causal.*causal="):
             distributed.attention(x, x, x, comm, is_causal=True)
-        with pytest.raises(TypeError, match="functions of positions are not taken"):
+        with pytest.raises(
+            TypeError, match="mask must be an array here, not a function"
+        ):
             distributed.attention(x, x, x, comm, mask=lambda i, j: i == j)
         with pytest.raises(ValueError, match="bias must have 1 or 4 rows"):
             distributed.attention(x, x, x, comm, bias=np.ones((3, 4)))

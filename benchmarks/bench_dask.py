@@ -150,7 +150,7 @@ def memory(quick):
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(
             n_workers=WORKERS, threads_per_worker=1, memory_limit=LIMIT,
-            dashboard_address=None,
+            dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,
     ):  # fmt: skip

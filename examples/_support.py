@@ -6,6 +6,9 @@ CUPYFLASH_XP=numpy keeps them on the CPU. (_support.py is no example itself.)
 """
 
 import os
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -63,3 +66,34 @@ def device_name():
         return "NumPy"
     name = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)["name"]
     return f"CuPy on {name.decode()}"
+
+
+def is_rank():
+    """Whether a launcher has started this process as one of its ranks."""
+    names = "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
+    return any(name in os.environ for name in names)
+
+
+def start_ranks(count):
+    """Start the script once per rank on this machine, and wait."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    for process in ranks:
+        print(process.communicate()[0], end="")
+    assert not any(process.returncode for process in ranks)

@@ -12,14 +12,10 @@ Run it: ``python examples/long_sequence.py``, with ``--ranks 4``, or with
 """
 
 import argparse
-import os
-import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
-from _support import choose, to_numpy
+from _support import choose, is_rank, start_ranks, to_numpy
 
 import cupyflash
 from cupyflash import distributed
@@ -91,34 +87,7 @@ def check(places, out):
 # A launcher tells each process its rank through environment variables. This does the
 # same for processes on this machine.
 
-
-def start_ranks():
-    """Start this script once per rank, and wait."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *sys.argv],
-            env={
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(options.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(options.ranks)
-    ]
-    for process in ranks:
-        print(process.communicate()[0], end="")
-    assert not any(process.returncode for process in ranks)
-
-
-LAUNCHERS = "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
-if any(name in os.environ for name in LAUNCHERS):
+if is_rank():
     rank_of_many()
 else:
-    start_ranks()
+    start_ranks(options.ranks)

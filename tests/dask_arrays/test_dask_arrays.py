@@ -355,7 +355,7 @@ def test_under_distributed():
     x = rng.normal(size=(40, 64))
     with (
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None
+            n_workers=2, threads_per_worker=1, dashboard_address=":0"
         ) as cluster,
         distributed.Client(cluster),
     ):

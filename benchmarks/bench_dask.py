@@ -1,6 +1,7 @@
 """cupyflash.dask beside the plain functions, and what workers of a cluster hold.
 
     python benchmarks/bench_dask.py --json benchmarks/results/dask_cpu.json
+    python benchmarks/bench_dask.py --part memory --json FILE    # that alone
 
 One core, one thread: each function of a whole array, and the same by Dask, chunk by
 chunk, from array to array. Then softmax of the rows of a Zarr store that is four times
@@ -184,13 +185,15 @@ def main():
     """Measure, print and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="sizes of a test")
+    parser.add_argument("--part", choices=("overheads", "memory", "all"), default="all")
     args = parser.parse_args()
     versions = {n: timing.version(n) for n in ("dask", "distributed", "zarr")}
-    rows = list(overheads(args.turns, args.only, args.quick))
-    found = None if args.only else memory(args.quick)
-    timing.save(
-        args.json, "dask", False, versions=versions, overheads=rows, memory=found
-    )
+    report = {"versions": versions}
+    if args.part != "memory":
+        report["overheads"] = list(overheads(args.turns, args.only, args.quick))
+    if args.part != "overheads":
+        report["memory"] = memory(args.quick)
+    timing.save(args.json, "dask", False, **report)
 
 
 if __name__ == "__main__":

@@ -308,7 +308,7 @@ def by_dask(args, on_gpu):
 
     xp = timing.backend(args)[0]
     kind = cluster.LocalCUDACluster if on_gpu else cluster.LocalCluster
-    more = {} if on_gpu else {"dashboard_address": ":0"}
+    more = {} if on_gpu else {"dashboard_address": ":0", "processes": False}
     rows, columns = (65_536, 32_768) if on_gpu else (64, 256)
     seqlen, dim = (131_072, 128) if on_gpu else (64, 8)
     dtype = np.float16 if on_gpu else np.float32

@@ -502,7 +502,7 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         If a function reads an array out of its range; on a GPU it gets the nearest
         element.
     NotImplementedError
-        If `method` is another one; for `need_dscore`, if `q` is on a GPU.
+        If `method` is another one.
 
     See Also
     --------

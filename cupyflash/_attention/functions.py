@@ -223,12 +223,14 @@ def cuda_text(
     functions: Functions,
     ranges: Mapping[str, tuple[int, int] | None],
     in_stages: bool = False,
+    gradients_of: tuple[str, ...] = (),
 ) -> str:
     """The functions as CUDA text, with the headers that they need.
 
     `ranges` are the first and the last of b, h, i and j in the call, None if that is
     not known. If all integers fit, they have 32 bits. With `in_stages` the text also
-    has the stages of `emit_stages`.
+    has the stages of `emit_stages`, with `gradients_of` the derivatives of the score by
+    elements of these arrays.
     """
     from cupyflash._expr.emit_cuda import emit_cuda, emit_cuda_tiles
     from cupyflash._expr.emit_stages import emit_bounds, emit_stages
@@ -240,7 +242,7 @@ def cuda_text(
             continue
         expression, values = function.expression, function.values
         is_short = is_short and _fits_int32(expression, values, ranges)
-        text.append(emit_cuda(expression, name))
+        text.append(emit_cuda(expression, name, gradients_of))
         if expression.is_mask:
             text.append(emit_cuda_tiles(expression, name))
         if in_stages:

@@ -552,9 +552,14 @@ def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
 
 
 def with_cuda(
-    problem: AttentionProblem, functions: _functions.Functions | None
+    problem: AttentionProblem,
+    functions: _functions.Functions | None,
+    gradients_of: tuple[str, ...] = (),
 ) -> AttentionProblem:
-    """The problem with the CUDA text of its functions."""
+    """The problem with the CUDA text of its functions.
+
+    With `gradients_of` that includes derivatives by elements of these arrays.
+    """
     if functions is None:
         return problem
     num_queries, num_keys = problem.seqlen_q, problem.seqlen_k
@@ -569,12 +574,12 @@ def with_cuda(
         places["i"] = -num_queries, num_keys + num_queries
     elif first != "array":
         places["i"] = first, first + num_queries
-    in_stages = problem.dtype in ("float16", "bfloat16")
+    in_stages = problem.dtype in ("float16", "bfloat16") and not gradients_of
     mask = functions.mask
     free = mask.expression.root.free if mask else ()
     return replace(
         problem,
-        generated=_functions.cuda_text(functions, places, in_stages),
+        generated=_functions.cuda_text(functions, places, in_stages, gradients_of),
         mask_varies_by="".join(name for name in "bh" if name in free),
     )
 

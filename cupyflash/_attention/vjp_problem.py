@@ -188,11 +188,6 @@ def attention_vjp(
         deterministic=bool(deterministic),
         need_dscore=functions.names_of_gradients(need_dscore, operands.functions),
     )
-    if problem.need_dscore and problem.backend == "cupy":
-        raise NotImplementedError(
-            "need_dscore takes NumPy arrays today, got q on a GPU: give NumPy arrays "
-            "(cupy.asnumpy(q))"
-        )
     out, dout = (heads_first(a[name], layout) for name in ("out", "dout"))
     lse, dlse = (
         x if x is None or forward.heads_axis else x[None] for x in (a["lse"], a["dlse"])

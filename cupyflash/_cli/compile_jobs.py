@@ -29,7 +29,7 @@ _RARE = {"CAREFUL", "REPAIRS"}
 _OPTIONS = {
     "MASK", "SOFTCAP", "BOUNDS", "TERMS_OF_KEYS", "KEY_BIAS", "UNIT_COLUMNS",
     "PREPARED", "RUN_TILES", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
-    "KEY_PARTS", "ALIGNED", "REPAIRS", "CAREFUL", "OWN_LSE", "SUMS_APART",
+    "KEY_PARTS", "ALIGNED", "REPAIRS", "CAREFUL", "OWN_LSE", "SUMS_APART", "LARGEST",
 }  # fmt: skip
 
 # How many axes a kernel walks over: at its begin and end, not in its loop.

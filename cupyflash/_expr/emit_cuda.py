@@ -134,7 +134,9 @@ def emit_cuda(
         ``name_args<T>``, and are templates of the type T of floats.
     wrt : sequence of str, optional
         Named arrays of floats whose gradients are asked for: of each read, in the
-        order of `reads_of`, the derivative and the place in a contiguous array.
+        order of `reads_of`, the derivative and the place in contiguous arrays one
+        behind the other. ``name_num_reads``, ``name_num_arrays`` and
+        ``name_array_of(read)`` tell what there is.
 
     Returns
     -------
@@ -157,13 +159,20 @@ def emit_cuda(
         args=name,
     )
     if reads := reads_of(expression, wrt):
+        order_of_arrays = ", ".join(str(list(wrt).index(read[0])) for read in reads)
+        text += (
+            f"constexpr int {name}_num_reads = {len(reads)};\n"
+            f"constexpr int {name}_num_arrays = {len(wrt)};\n"
+            f"__device__ constexpr int {name}_array_of(int read) {{\n"
+            f"  constexpr int of[] = {{{order_of_arrays}}};\n  return of[read];\n}}\n"
+        )
         roots = [x for _, index, partial in reads for x in (*index, partial)]
         text += _function(
             expression,
             f"{name}_gradients",
             f", T (&partials)[{len(reads)}], long long (&places)[{len(reads)}]",
             roots,
-            lambda at: _scattered(expression, reads, at),
+            lambda at: _scattered(expression, reads, wrt, at),
             result="void",
             args=name,
         )
@@ -277,15 +286,22 @@ def _literal(value):
     )
 
 
-def _scattered(expression, reads, at):
+def _scattered(expression, reads, wrt, at):
     """The derivative and the place of each read."""
-    arrays, lines = list(expression.arrays), []
+    arrays, ranks, lines = list(expression.arrays), _ranks(expression), []
+    sizes = {
+        name: " * ".join(
+            ["1ll", *(f"args.a{k}_size[{axis}]" for axis in range(ranks[k]))]
+        )
+        for k, name in enumerate(arrays)
+    }
     for t, (array, index, partial) in enumerate(reads):
         k, place = arrays.index(array), "0ll"
         for axis, x in enumerate(index):
             within = _within(at[x], k, axis)
             place = f"({place} * args.a{k}_size[{axis}] + {within})"
-        lines += [f"partials[{t}] = {at[partial]};", f"places[{t}] = {place};"]
+        before = "".join(f" + {sizes[name]}" for name in wrt[: wrt.index(array)])
+        lines += [f"partials[{t}] = {at[partial]};", f"places[{t}] = {place}{before};"]
     return lines
 
 

@@ -18,6 +18,8 @@ from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
 from cupyflash._attention.gpu.gradient_plan import gradient_results
 from cupyflash._attention.gpu.plan import AttentionPlan, addresses, arrays_of
 from cupyflash._attention.gpu.simt.backward import VjpKernel
+from cupyflash._attention.gpu.simt.backward_dscore import results as dscore_results
+from cupyflash._attention.gpu.simt.backward_dscore import with_dscore
 from cupyflash._attention.gpu.simt.backward_plan import portable_steps
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
@@ -73,6 +75,8 @@ def attention_vjp(*arguments) -> AttentionGrads:
             functions, told = _functions.of_call(
                 q, score, score_arrays, of_mask, mask_arrays, softcap
             )
+            if need_dscore:
+                functions = functions, [x.shape for x in score_arrays.values()]
         except (AttributeError, TypeError, ValueError):
             return _planned(None, *arguments)  # the checks raise the error
     arrays = (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
@@ -87,7 +91,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
     pointers = addresses(arrays)
     pointers[_OFFSET] = query_offset if is_int else plan.offset
     pointers[_FUNCTIONS] = told
-    return AttentionGrads(*plan(pointers))
+    return _named(plan, plan(pointers))
 
 
 _OFFSET = AttentionCall._fields.index("offset")
@@ -132,7 +136,15 @@ def run(plan, problem, operands) -> AttentionGrads:
         offset=attention_params.launch_offset(problem.forward),
         functions=_functions.packed(problem.forward, forward.functions),
     )
-    return AttentionGrads(*plan(pointers))
+    return _named(plan, plan(pointers))
+
+
+def _named(plan, found):
+    """The results of a plan by their names."""
+    if not plan.dscore:
+        return AttentionGrads(*found)
+    of_arrays = dict(zip(plan.dscore, found[-len(plan.dscore) :], strict=True))
+    return AttentionGrads(*found[: -len(plan.dscore)], of_arrays)
 
 
 def unplanned(*arguments) -> AttentionGrads:
@@ -149,7 +161,8 @@ def make_plan(problem, operands) -> AttentionPlan:
         row, _, known, fit, copies = _select(problem, operands, device)
         problem = replace(known, whole_vectors=isinstance(row, _BY_VECTORS))
         steps = _STEPS[type(row)](row, problem, fit, device)
-    results = gradient_results(problem)
+        steps = with_dscore(steps, problem, fit, device)
+    results = gradient_results(problem) | dscore_results(problem, operands)
     written = {name for _, arguments in steps.launches for name in arguments}
     zeros = [n for n, x in results.items() if x is not None and n not in written]
     steps = steps._replace(zeros=(*steps.zeros, *zeros))
@@ -161,6 +174,7 @@ def make_plan(problem, operands) -> AttentionPlan:
         _copies.with_copies(steps, copies),
     )
     plan.offset = attention_params.launch_offset(problem.forward)
+    plan.dscore = problem.need_dscore
     return plan
 
 

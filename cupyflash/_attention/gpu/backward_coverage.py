@@ -9,6 +9,7 @@ from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.copy_config import narrow_config
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.gradient_config import rows_config, sum_config
+from cupyflash._attention.gpu.simt import backward_dscore
 from cupyflash._attention.gpu.simt.backward import FALLBACK, VjpKernel
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
@@ -39,10 +40,28 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             for num_sums in (1, 1000):
                 config = sum_config(accum, grad, 4, num_sums, 100)
                 found["sum", config.variant] = None
+    for grad in FLOATS:
+        if kernel.refuse_old_device(grad, device) is None:
+            found["dscore", backward_dscore.finish_config(grad, 1).variant] = None
+    for forward, batch_dims, tile in _of_named_arrays(device, everything):
+        for largest in (1, 0):
+            config = backward_dscore.config(forward, batch_dims, tile, largest)
+            found["dscore", config.variant] = None
     if f"{device.arch}a" == HOPPER_VJP.arch:
         for word in WORDS:
             found["narrow", narrow_config(word, 1).variant] = None
     return list(found)
+
+
+def _of_named_arrays(device, everything):
+    """(problem, batch axes, tile) of gradients of what a score function reads."""
+    for dtype, head_dim in itertools.product(FLOATS, (64, 128, 256)):
+        forward = samples.with_gradients(samples.made_up(dtype, head_dim))
+        if kernel.refuse_old_device(dtype, device) is None:
+            for tile in _some(FALLBACK.fitting(forward, device), everything):
+                yield forward, 1, tile
+                if everything:
+                    yield replace(forward, softcap=30.0, mask="bool"), 2, tile
 
 
 def _as_tiles(forward):

@@ -239,6 +239,7 @@ def two_level_sum(problem, part="queries"):
         "queries": most_seen(problem),
         "keys": over_queries,
         "bias": max(problem.seqlen_k, problem.seqlen_q),
+        "dscore": 0,  # of integers
     }[part]
     is_long = _is_exact(problem) and terms > LONG_SUM
     return {"RUN_TILES": RUN_TILES} if is_long else {}

@@ -16,6 +16,7 @@ class AttentionPlan(LaunchSequence):
 
     num_splits = 1  # of the keys
     offset = 0  # the argument, if that of the call is not an int
+    dscore: tuple[str, ...] = ()  # names of arrays whose gradients come last
 
 
 def addresses(arrays: Any) -> list[Any]:

@@ -62,6 +62,23 @@ def with_functions(problem):
     return with_cuda(problem, functions.Functions(score, mask))
 
 
+def with_gradients(problem):
+    """The problem as the kernel for gradients of named arrays sees it."""
+
+    def relative(s, b, h, i, j, *, table, weights, kinds):
+        near = table[np.clip(i - j, -64, 64) + 64, h]
+        return s * weights[kinds[b, i], kinds[b, j]] + near
+
+    arrays = {
+        "table": np.ones((1, 1), np.float32),
+        "weights": np.ones((1, 1), np.float64),
+        "kinds": np.ones((1, 1), np.int32),
+    }
+    score = functions.bound(relative, arrays)
+    problem = replace(problem, score=score.expression.key)
+    return with_cuda(problem, functions.Functions(score), ("table", "weights"))
+
+
 def representative():
     """(problem, batch axes): each dtype, head dimension and switch at least once."""
     for dtype in FLOATS:

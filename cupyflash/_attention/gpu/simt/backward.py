@@ -30,6 +30,7 @@ _SOURCES = {
     "queries": "attention/simt/backward_dq.cu",
     "keys": "attention/simt/backward_dkdv.cu",
     "bias": "attention/simt/backward_dbias.cu",
+    "dscore": "attention/simt/backward_dscore.cu",
 }
 
 

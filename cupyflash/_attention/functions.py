@@ -71,7 +71,7 @@ def _bound(q, name, function, named):
             f"{type(named).__name__}"
         )
     labels = {f"{name}_arrays[{n!r}]": x for n, x in named.items()}
-    _, adopted = _arrays.adopt_all(1 + len(labels), q=q, **labels)
+    adopted = _arrays.adopt_all(1 + len(labels), q=q, **labels)[1] if labels else {}
     arrays = dict(zip(named, [adopted[label] for label in labels], strict=True))
     for label, array in zip(labels, arrays.values(), strict=True):
         if _arrays.dtype_name(array) not in CUDA_TYPES:

@@ -18,7 +18,7 @@ from cupyflash._expr.operations import OPERATIONS
 
 _TYPES = {"float": "T", "int": "expr::int_t", "bool": "bool"}
 # What intervals.cuh has, for integers and booleans.
-OF_TILES = frozenset(
+_OF_TILES = frozenset(
     "neg not int min max abs sign add sub mul floordiv mod lt le eq ne and or xor "
     "where".split()
 )
@@ -134,8 +134,8 @@ def emit_cuda(
         ``name_args<T>``, and are templates of the type T of floats.
     wrt : sequence of str, optional
         Named arrays of floats whose gradients are asked for: of each read, in the
-        order of `reads_of`, the derivative and the place in contiguous arrays one
-        behind the other. ``name_num_reads``, ``name_num_arrays`` and
+        order of `reads_of`, the derivative and the place in contiguous arrays, those
+        that are read, one behind the other. ``name_num_reads``, ``name_num_arrays`` and
         ``name_array_of(read)`` tell what there is.
 
     Returns
@@ -159,7 +159,8 @@ def emit_cuda(
         args=name,
     )
     if reads := reads_of(expression, wrt):
-        order_of_arrays = ", ".join(str(list(wrt).index(read[0])) for read in reads)
+        wrt = [name for name in wrt if any(read[0] == name for read in reads)]
+        order_of_arrays = ", ".join(str(wrt.index(read[0])) for read in reads)
         text += (
             f"constexpr int {name}_num_reads = {len(reads)};\n"
             f"constexpr int {name}_num_arrays = {len(wrt)};\n"
@@ -312,36 +313,12 @@ def emit_cuda_tiles(expression: Expression, name: str = "mask_mod") -> str:
     not decided. It stands after `emit_cuda`, whose arguments it takes; arrays are known
     where one element is read.
     """
-    arrays, numbers = list(expression.arrays), expression.numbers
     at: dict[Node, str] = {}
     lines: list[str] = []
     for n in order(expression.root):
         args = [at[a] for a in n.args]
-        unknown = (
-            "expr::truth(false, true, false)"
-            if n.dtype == "bool"
-            else ("expr::unknown()")
-        )
-        bitwise = n.dtype == "int" and n.op in ("and", "or", "xor")
-        if n.dtype == "float" or bitwise or n.op not in {*LEAVES, "load", *OF_TILES}:
-            text = unknown
-        elif n.op == "var":
-            text = n.value
-        elif n.op == "const":
-            text = f"expr::point({int(n.value)}ll)"
-        elif n.op == "param":
-            text = f"expr::point(args.p{numbers.index(n.value)})"
-        elif n.op == "load":
-            k = arrays.index(n.value)
-            test = " && ".join(f"expr::is_point({a})" for a in args) or "true"
-            place = " + ".join(
-                f"{_within(f'{a}.low', k, axis)} * args.a{k}_stride[{axis}]"
-                for axis, a in enumerate(args)
-            )
-            element = f"expr::element(args.a{k}, {place or 0})"
-            text = f"{test} ? expr::point({element}) : {unknown}"
-        else:
-            text = f"expr::tile::op_{n.op}({', '.join(args)})"
+        is_known = n.op == "load" and n.dtype != "float"
+        text = (_interval_of_element if is_known else interval)(expression, n, args)
         at[n] = f"v{len(lines)}"
         lines.append(f"const expr::interval_t {at[n]} = {text};")
     result = at[expression.root]
@@ -353,3 +330,35 @@ def emit_cuda_tiles(expression: Expression, name: str = "mask_mod") -> str:
         f"    expr::interval_t b, expr::interval_t h, expr::interval_t i,\n"
         f"    expr::interval_t j, const {name}_args<T> &args) {{\n  {body}\n}}\n"
     )
+
+
+def unknown(n: Node) -> str:
+    """The interval of what is not known."""
+    is_bool = n.dtype == "bool"
+    return "expr::truth(false, true, false)" if is_bool else "expr::unknown()"
+
+
+def interval(expression: Expression, n: Node, args: Sequence[str]) -> str:
+    """An operation on intervals."""
+    if n.dtype != "float":
+        if n.op == "var":
+            return n.value
+        if n.op == "const":
+            return f"expr::point({int(n.value)}ll)"
+        if n.op == "param":
+            return f"expr::point({leaf(expression, n)})"
+        bitwise = n.dtype == "int" and n.op in ("and", "or", "xor")
+        if n.op in _OF_TILES and not bitwise:
+            return f"expr::tile::op_{n.op}({', '.join(args)})"
+    return unknown(n)
+
+
+def _interval_of_element(expression, n, args):
+    """Known where one element is read."""
+    test = " && ".join(f"expr::is_point({a})" for a in args) or "true"
+    places = [
+        place(expression, n.value, axis, f"{a}.low") for axis, a in enumerate(args)
+    ]
+    k = list(expression.arrays).index(n.value)
+    found = f"expr::element(args.a{k}, {' + '.join(places) or 0})"
+    return f"{test} ? expr::point({found}) : {unknown(n)}"

@@ -1,12 +1,27 @@
 """An expression evaluated by NumPy, for a tile of scores at a time."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from cupyflash._expr.diagonals import is_of_diagonals, spread
 from cupyflash._expr.nodes import Node, order
 from cupyflash._expr.operations import OPERATIONS
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(*roots):
+    """(node, whether it has one number a diagonal, arguments that become tiles).
+
+    They are the same for each tile.
+    """
+    on_diagonals = {n: is_of_diagonals(n) for n in order(*roots)}
+    return [
+        (n, own, [k for k, a in enumerate(n.args) if on_diagonals[a] and not own])
+        for n, own in on_diagonals.items()
+    ]
 
 
 def evaluate(
@@ -24,7 +39,8 @@ def evaluate(
     roots : sequence of Node
         What is asked for; what they share is computed once.
     variables : mapping
-        s, b, h, i and j, as far as they are read: numbers, or arrays that broadcast.
+        s, b, h, i and j, as far as they are read: numbers, or arrays that broadcast; d
+        where nodes are those of `by_distance`.
     numbers : sequence
         What the function closes over, as of `lookup`.
     arrays : mapping
@@ -42,9 +58,18 @@ def evaluate(
     """
     to = {"float": np.dtype(dtype), "int": np.dtype(np.int64), "bool": np.dtype(bool)}
     values: dict[Node, np.ndarray] = {}
+
+    def tile(x):
+        """Numbers of diagonals as a tile."""
+        if x.ndim != 1:
+            return x
+        return spread(x, variables["i"].shape[0], variables["j"].shape[1])
+
     with np.errstate(all="ignore"):
-        for n in order(*roots):
+        for n, on_diagonals, of_tiles in _steps(*roots):
             args = [values[a] for a in n.args]
+            for k in of_tiles:
+                args[k] = tile(args[k])
             value: Any
             if n.op == "const":
                 value = n.value
@@ -53,12 +78,24 @@ def evaluate(
             elif n.op == "param":
                 value = numbers[n.value]
             elif n.op == "load":
-                value = _read(n.value, arrays[n.value], args, variables, visible)
+                array = arrays[n.value]
+                if on_diagonals and not _is_within(array, args):
+                    args = [tile(x) for x in args]
+                value = _read(n.value, array, args, variables, visible)
             else:
                 function = OPERATIONS[n.op].numpy
                 value = args[0] if function is None else function(*args)
             values[n] = np.asarray(value).astype(to[n.dtype], copy=False)
-    return [values[root] for root in roots]
+    return [
+        tile(values[root]) if is_of_diagonals(root) else values[root] for root in roots
+    ]
+
+
+def _is_within(array, index):
+    return all(
+        x.min() >= 0 and x.max() < size
+        for x, size in zip(index, array.shape, strict=True)
+    )
 
 
 def _read(name, array, index, variables, visible):

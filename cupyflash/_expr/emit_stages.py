@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 from cupyflash._expr import emit_cuda
+from cupyflash._expr.diagonals import DISTANCE, distance
 from cupyflash._expr.expression import Expression
 from cupyflash._expr.nodes import LEAVES, Node, node, order
 from cupyflash._expr.operations import COMPARISONS, OPERATIONS
@@ -21,8 +22,7 @@ from cupyflash._expr.operations import COMPARISONS, OPERATIONS
 HEAD, ROW, COL, DIAG, PAIR = "head", "row", "col", "diag", "pair"
 _STRUCTS = HEAD, ROW, COL, DIAG
 _ON_POSITIONS = DIAG, PAIR  # where both of i and j are known
-# i - j as an integer and as a float: kernels have it for less than both of them.
-_DISTANCE = node("var", "int", (), "d")
+# i - j as a float, too: kernels have both for less than i and j.
 _DISTANCE_FLOAT = node("var", "float", (), "x")
 # Floats hold integers up to here, and these of them without a rounding.
 _MOST = 1 << 24
@@ -125,15 +125,15 @@ def emit_bounds(expression: Expression, name: str = "mask_mod") -> str:
     for stage, array in ((ROW, "rows"), (COL, "cols")):
         known = _whole(stages, stage)
         for n in stages.fields[stage]:
-            at[n] = f"{array}[{known.index(n)}]" if n in known else _unknown(n)
+            at[n] = f"{array}[{known.index(n)}]" if n in known else emit_cuda.unknown(n)
     for k, n in enumerate(stages.fields[HEAD]):
         known_text = f"expr::point(static_cast<long long>(head.v{k}))"
-        at[n] = _unknown(n) if n.dtype not in ("int", "bool") else known_text
+        at[n] = emit_cuda.unknown(n) if n.dtype not in ("int", "bool") else known_text
     lines: list[str] = []
     for n in stages.nodes:
         if n in at or (stages.stage[n] not in _ON_POSITIONS and n.op not in LEAVES):
             continue
-        text_of_n = _interval(expression, n, [at[a] for a in n.args])
+        text_of_n = emit_cuda.interval(expression, n, [at[a] for a in n.args])
         if n.op in LEAVES:
             at[n] = text_of_n
             continue
@@ -165,12 +165,8 @@ def _rewritten(roots, small_positions):
 
 
 def _rewritten_one(n, args, small_positions):
-    if n.op == "sub" and all(a.op == "var" for a in args):
-        names = tuple(a.value for a in args)
-        if names == ("i", "j"):
-            return _DISTANCE
-        if names == ("j", "i"):
-            return node("neg", "int", (_DISTANCE,))
+    if (found := distance(n, args)) is not None:
+        return found
     if n.op == "load":
         places = tuple(
             node("place", "place", (a,), (n.value, k)) for k, a in enumerate(args)
@@ -210,7 +206,7 @@ def _largest(n):
 
 def _exact_float(n):
     """A small integer as a float, for no conversion a score; or None."""
-    if n is _DISTANCE:
+    if n is DISTANCE:
         return _DISTANCE_FLOAT
     if n.op == "const":
         return node("const", "float", (), float(n.value))
@@ -336,11 +332,6 @@ def _whole(stages, stage):
     return [n for n in stages.fields[stage] if n.dtype in ("int", "bool")]
 
 
-def _unknown(n):
-    is_bool = n.dtype == "bool"
-    return "expr::truth(false, true, false)" if is_bool else "expr::unknown()"
-
-
 def _numbers(stages, name, stage):
     fields = stages.fields[stage]
     known = _whole(stages, stage)
@@ -353,19 +344,3 @@ def _numbers(stages, name, stage):
         f"__device__ __forceinline__ void {name}_{stage}_numbers(\n"
         f"    const {name}_{stage}<T> &of, long long (&x)[{size}]) {{{body}\n}}\n"
     )
-
-
-def _interval(expression, n, args: Sequence[str]) -> str:
-    """An operation on intervals."""
-    bitwise = n.dtype == "int" and n.op in ("and", "or", "xor")
-    if n.dtype == "float" or bitwise:
-        return _unknown(n)
-    if n.op == "var":
-        return n.value
-    if n.op == "const":
-        return f"expr::point({int(n.value)}ll)"
-    if n.op == "param":
-        return f"expr::point({emit_cuda.leaf(expression, n)})"
-    if n.op not in emit_cuda.OF_TILES:
-        return _unknown(n)
-    return f"expr::tile::op_{n.op}({', '.join(args)})"

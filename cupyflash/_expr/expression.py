@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._expr import derivatives
+from cupyflash._expr.diagonals import by_distance
 from cupyflash._expr.emit_python import python_text
 from cupyflash._expr.nodes import Node, order, var
 
@@ -93,6 +94,21 @@ class Expression:
             (n.value, n.args, derivatives.derivative(self.root, n))
             for n in order(self.root)
             if n.op == "load" and n.dtype == "float"
+        )
+
+    @functools.cached_property
+    def of_tiles(self) -> tuple[Node, Node, list[tuple[str, list[Node], Node]]]:
+        """Result, derivative by s and `reads`, all of them by `by_distance`."""
+        roots = [self.root, self.root if self.is_mask else self.derivative.root]
+        reads = [] if self.is_mask else self.reads
+        for _, index, partial in reads:
+            roots += [*index, partial]
+        root, slope, *rest = by_distance(roots)
+        nodes = iter(rest)
+        return (
+            root,
+            slope,
+            [(name, [next(nodes) for _ in at], next(nodes)) for name, at, _ in reads],
         )
 
     def number_values(self, closed_over: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import cupyflash
+from cupyflash import scores
 from cupyflash._attention.cpu import tiled
 
 METHODS = ("naive", "safe", "online", "tiled")
@@ -500,6 +501,28 @@ def test_a_number_closed_over_may_change():
         np.testing.assert_allclose(
             out, cupyflash.attention(q, k, v, softcap=cap), atol=1e-14
         )
+
+
+@pytest.mark.parametrize(
+    ("function", "option"),
+    [
+        ({"mask": scores.sliding_window(30)}, {"window": (30, 0)}),
+        ({"mask": lambda i, j: abs(i - j) < 9, "causal": True}, {"window": (8, 0)}),
+        ({"score": scores.softcap(2.0)}, {"softcap": 2.0}),
+    ],
+)
+def test_what_an_option_says_is_taken_as_the_option(function, option):
+    """Which is faster, and has the same bits; explain still shows the function."""
+    arrays, _ = data()
+    out, lse = cupyflash.attention(**arrays, **option, return_lse=True)
+    np.testing.assert_array_equal(cupyflash.attention(**arrays, **function), out)
+    given = {"dout": out, **arrays, "out": out, "lse": lse}
+    found = cupyflash.attention_vjp(**given, **function)[:3]
+    expected = cupyflash.attention_vjp(**given, **option)[:3]
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+    told = cupyflash.explain("attention", **arrays, **function)
+    assert told.details.keys() & {"score", "tiles_of_the_mask"}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 
+from cupyflash._expr.diagonals import by_distance, distances
 from cupyflash._expr.emit_numpy import evaluate
 from cupyflash._expr.intervals import decide
 from cupyflash._expr.lookup import lookup
@@ -194,6 +195,12 @@ def check_score(text):
     np.testing.assert_allclose(
         *np.broadcast_arrays(ours, direct), rtol=1e-12, atol=1e-14
     )
+
+    # With what depends on i - j alone once a diagonal, every bit is the same.
+    diagonals = {**given, "d": distances(2, ROWS, 0, COLUMNS)}
+    of_tiles = evaluate(by_distance(roots), diagonals, values, named, np.float64)
+    for x, y in zip([ours, slope, *reads], of_tiles, strict=True):
+        np.testing.assert_array_equal(*np.broadcast_arrays(x, y), err_msg=text)
 
     # The text that is shown is the same function.
     again, _ = lookup(function_of_repr(expression), used(expression, named))

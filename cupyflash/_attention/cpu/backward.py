@@ -18,6 +18,7 @@ A task owns what it sums, and adds in one order: results are the same in every r
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,6 +51,10 @@ _MAY_BE_LOST = {
 def run(problem, operands):
     """Compute the gradients on the host."""
     forward = problem.forward
+    if operands.forward.functions is not None:
+        forward, inputs = functions.as_options(forward, operands.forward)
+        problem = replace(problem, forward=forward)
+        operands = operands._replace(forward=inputs)
     dtype = arrays.to_dtype(forward.dtype)
     dq = np.empty(problem.q_shape, dtype)
     dk = np.empty(problem.k_shape, dtype)
@@ -79,7 +84,7 @@ def _block_shape(forward):
 
 def describe(problem, operands):
     """What would run; nothing does."""
-    forward = problem.forward
+    forward, _ = functions.as_options(problem.forward, operands.forward)
     rows, keys = _block_shape(forward)
     return {
         "kernel": "tiled",
@@ -89,7 +94,11 @@ def describe(problem, operands):
         "threads": _threads.with_blas(num_threads(forward)),
         "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
         **functions.describe(
-            forward, operands.forward, offset_of(forward, operands.forward), rows, keys
+            problem.forward,
+            operands.forward,
+            offset_of(forward, operands.forward),
+            rows,
+            keys,
         ),
     }
 

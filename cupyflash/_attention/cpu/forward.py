@@ -111,6 +111,7 @@ def _views(problem, q, k, v, bias):
 
 def run(problem, operands):
     """Compute attention on the host: (out, lse)."""
+    problem, operands = functions.as_options(problem, operands)
     out = operands.given_out
     if out is None:
         out = np.empty(problem.out_shape, arrays.to_dtype(problem.dtype))
@@ -128,7 +129,10 @@ def describe(problem, operands):
     """What would run; nothing does."""
     if isinstance(problem, MergeProblem):
         return {"kernel": "array operations of NumPy", "parts": problem.num_parts}
+    asked = problem, operands
+    problem, operands = functions.as_options(problem, operands)
     name = "tiled" if problem.method == "auto" else problem.method
+    offset = offset_of(problem, operands)
     threads = _threads.with_blas(num_threads(problem))
     if _method(problem) is entries.run:
         size, rows = entries.shape_of_a_box(problem)
@@ -137,6 +141,7 @@ def describe(problem, operands):
             "entries_of_a_task": size,
             "rows_of_a_task": rows,
             "threads": threads,
+            **functions.describe(*asked, offset, rows, problem.seqlen_k),
         }
     rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
     told = {
@@ -145,11 +150,7 @@ def describe(problem, operands):
         "threads": threads,
     }
     told |= functions.describe(
-        problem,
-        operands,
-        offset_of(problem, operands),
-        told["rows_of_a_task"],
-        tiled.keys_of_a_block(problem),
+        *asked, offset, told["rows_of_a_task"], tiled.keys_of_a_block(problem)
     )
     if name == "tiled":
         told["keys_of_a_block"] = tiled.keys_of_a_block(problem)

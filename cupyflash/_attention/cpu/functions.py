@@ -1,11 +1,18 @@
 """Score and mask functions on NumPy arrays, for a block of scores at a time."""
 
 import itertools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash._attention.functions import described, tiles_of_mask
+from cupyflash._attention.functions import (
+    described,
+    key_of,
+    tiles_of_mask,
+    with_options,
+)
+from cupyflash._expr.diagonals import distances
 from cupyflash._expr.emit_numpy import evaluate
 from cupyflash._expr.intervals import decide
 from cupyflash._expr.nodes import is_const
@@ -17,6 +24,26 @@ class Reads(NamedTuple):
     name: str
     places: list[np.ndarray]
     partial: np.ndarray
+
+
+def as_options(problem: Any, operands: Any) -> tuple[Any, Any]:
+    """A call with the faster options in place of functions that say the same."""
+    given = operands.functions
+    if given is None or all(f is None or f.expression.option is None for f in given):
+        return problem, operands
+    functions, left, right, softcap = with_options(
+        given, problem.left, problem.right, problem.softcap
+    )
+    score, mask = functions or (None, None)
+    problem = replace(
+        problem,
+        left=left,
+        right=right,
+        softcap=softcap,
+        score=key_of(score),
+        mask_function=key_of(mask),
+    )
+    return problem, operands._replace(functions=functions)
 
 
 class BlockFunctions:
@@ -35,17 +62,15 @@ class BlockFunctions:
 
     def score(self, s, start, stop):
         """Scores of keys [start, stop) after the function."""
-        (value,) = self._evaluate(
-            self._score, [self._score.expression.root], s, start, stop, self._visible
-        )
+        root, _, _ = self._score.expression.of_tiles
+        (value,) = self._evaluate(self._score, [root], s, start, stop, self._visible)
         return value
 
     def differentiate(self, s, start, stop, names=()):
         """(score, its derivative by s or None for 1, the reads of some arrays)."""
-        expression = self._score.expression
-        slope = expression.derivative.root
-        reads = [read for read in expression.reads if read[0] in names]
-        roots = [expression.root, slope]
+        root, slope, reads = self._score.expression.of_tiles
+        reads = [read for read in reads if read[0] in names]
+        roots = [root, slope]
         roots += [x for _, index, partial in reads for x in (*index, partial)]
         found = self._evaluate(self._score, roots, s, start, stop, self._visible)
         # The caller overwrites s, which may be a derivative as it stands.
@@ -89,7 +114,7 @@ class BlockFunctions:
         """What the mask function gives."""
         (seen,) = self._evaluate(
             self._mask,
-            [self._mask.expression.root],
+            [self._mask.expression.of_tiles[0]],
             None,
             start,
             stop,
@@ -117,6 +142,7 @@ class BlockFunctions:
             "h": part.head,
             "i": np.arange(first, first + part.num_rows)[:, None],
             "j": np.arange(start, stop)[None],
+            "d": distances(first, part.num_rows, start, stop - start),
         }
         return evaluate(
             roots,

@@ -1,0 +1,53 @@
+"""Expressions in which i - j is one number: what depends on it alone is computed once
+for each diagonal of a tile, not for each of its scores.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cupyflash._expr.nodes import Node, const, node, order
+from cupyflash._expr.operations import COMPARISONS
+
+DISTANCE = node("var", "int", (), "d")  # i - j
+
+
+def distance(n: Node, args: Sequence[Node]) -> Node | None:
+    """A difference of i and j as a number of its own; None if it is none."""
+    names = tuple(a.value for a in args) if n.op == "sub" else ()
+    if names == ("i", "j") and all(a.op == "var" for a in args):
+        return DISTANCE
+    if names == ("j", "i") and all(a.op == "var" for a in args):
+        return node("neg", "int", (DISTANCE,))
+    return None
+
+
+def by_distance(roots: Sequence[Node]) -> list[Node]:
+    """The same results, of i - j where they depend on that."""
+    done: dict[Node, Node] = {}
+    for n in order(*roots):
+        args = tuple(done[a] for a in n.args)
+        names = [a.value for a in args if a.op == "var"]
+        if n.op in COMPARISONS and names in (["i", "j"], ["j", "i"]):
+            zero = const(0)
+            args = (DISTANCE, zero) if names[0] == "i" else (zero, DISTANCE)
+        done[n] = distance(n, args) or node(n.op, n.dtype, args, n.value)
+    return [done[root] for root in roots]
+
+
+def is_of_diagonals(n: Node) -> bool:
+    """Whether a node depends on i - j, and on neither of both otherwise."""
+    return "d" in n.free and not n.free & {"s", "i", "j"}
+
+
+def distances(first: int, rows: int, start: int, columns: int) -> np.ndarray:
+    """All i - j of a tile, from its lower left corner's to its upper right one's."""
+    least = first - (start + columns - 1)
+    return np.arange(least, least + rows + columns - 1)
+
+
+def spread(x: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Numbers of diagonals as a tile, which takes no memory."""
+    step = x.strides[0]
+    # In a fifth of the time of as_strided().
+    return np.ndarray((rows, columns), x.dtype, x, (columns - 1) * step, (step, -step))

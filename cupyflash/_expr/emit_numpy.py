@@ -125,8 +125,10 @@ def _refuse(name, array, axis, at, wrong, variables):
         f"{n} = {np.broadcast_to(x, shape)[first]}" for n, x in known.items()
     )
     index = np.broadcast_to(at, shape)[first]
+    size = array.shape[axis]
+    clip = f", or write np.clip(index, 0, {size - 1})" if size else ""
     raise IndexError(
         f"{name}, of shape {array.shape}, is read at {index} of axis {axis} where "
         f"{place}: indices count from 0 and do not wrap; hide such pairs by another "
-        f"option, or write np.clip(index, 0, {array.shape[axis] - 1})"
+        f"option{clip}"
     )

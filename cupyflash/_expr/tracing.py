@@ -155,7 +155,7 @@ class Traced:
         return np.round(self, *args)
 
     def __getitem__(self, index):
-        if index == ():  # of a named array without axes
+        if isinstance(index, tuple) and not index:  # of an array without axes
             return self
         fail("a traced value is one number, which has no elements: leave the index out")
 
@@ -270,6 +270,10 @@ def _unknown(name):
     fail(f"np.{name} is not known here. Beside operators there are {_KNOWN}")
 
 
+def _count(number, one, many):
+    return f"{number} {one if number == 1 else many}"
+
+
 class NamedArray:
     """An array given by name, to be indexed by one integer an axis."""
 
@@ -310,8 +314,8 @@ class NamedArray:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.ndim:
             fail(
-                f"{self.name} has {self.ndim} axes and is indexed by {len(index)} "
-                f"numbers: give one for each, as in {self.example()}",
+                f"{self.name} takes {_count(self.ndim, 'index', 'indices')}, as in "
+                f"{self.example()}, got {len(index)}",
                 kind=AtLineValueError,
             )
         nodes = []

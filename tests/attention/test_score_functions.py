@@ -304,6 +304,23 @@ def test_gradients_of_which_the_score_itself_is_a_factor(score):
         )
 
 
+def test_a_gradient_of_one_number_is_an_array():
+    out, lse = cupyflash.attention(Q, Q, Q, return_lse=True)
+    grads = cupyflash.attention_vjp(
+        Q, Q, Q, Q, out, lse, score=lambda s, *, c: s * c[()],
+        score_arrays={"c": np.float32(1.0)}, need_dscore="c",
+    )  # fmt: skip
+    found = grads.dscore["c"]
+    assert (type(found), found.shape, found.dtype) == (np.ndarray, (), "float32")
+
+
+def test_an_array_without_elements_has_no_index():
+    with pytest.raises(IndexError, match=r"hide such pairs by another option$"):
+        cupyflash.attention(
+            Q, Q, Q, score=lambda s, j, *, w: s + w[j], score_arrays={"w": np.ones(0)}
+        )
+
+
 def test_a_gradient_of_an_array_that_is_not_read_is_zero():
     q = np.ones((3, 4))
     out, lse = cupyflash.attention(q, q, q, return_lse=True)

@@ -320,7 +320,7 @@ def test_32_bits_are_proved(text, fits):
 
 # --- errors --------------------------------------------------------------------------
 
-W = {"w": np.ones(4), "t": np.ones((3, 17))}
+W = {"w": np.ones(4), "t": np.ones((3, 17)), "c": np.array(2.0)}
 ERRORS = [
     (lambda s, i, j: s if i > j else -s, TypeError, r"np.where\(c, x, y\)"),
     (lambda s, i, j: s + (0 < i < j), TypeError, r"\(a < b\) & \(b < c\)"),
@@ -352,10 +352,11 @@ ERRORS = [
     (lambda s, i: s + THREE[i], TypeError, "THREE, a list"),
     (lambda s, i: s + (1.0, 2.0)[i], TypeError, "by name"),
     (lambda s, i, *, w: s + w[s], TypeError, r"not by a float: write x.astype\(int\)"),
-    (lambda s, i, *, w: s + w[i, i], ValueError, "has 1 axes and is indexed by 2"),
+    (lambda s, i, *, w: s + w[i, i], ValueError, r"takes 1 index, as in w\[b\], got 2"),
     (lambda s, i, *, w: s + w, TypeError, r"index it, as in w\[b\]"),
     (lambda s, i, *, w: w * 2 + s, TypeError, r"index it, as in w\[b\]"),
     (lambda s, i, *, w: np.exp(w), TypeError, "w is an array"),
+    (lambda s, i, *, c: s + c[i], TypeError, "has no elements: leave the index out"),
     (lambda s, i, *, w: s + w[-1], ValueError, "count from the front"),
     (lambda s, i, *, w: s + w[i:], TypeError, "not by slice"),
     (lambda s, i, *, w: s + w.sum(), TypeError, "w.sum: w is only indexed"),

@@ -364,7 +364,7 @@ def _main(problem, operands, dq, dk, dv, dsinks):
         if not named:
             return None
         return {
-            name: np.sum([x[name] for x in dscores], axis=0).astype(array.dtype)
+            name: np.asarray(sum(x[name] for x in dscores), dtype=array.dtype)
             for name, array in named.items()
         }
 

@@ -25,13 +25,12 @@ def emulated(*names, order="first"):
     return done.stdout.splitlines()
 
 
-# A minute's worth of what ``python tests/support/named_gradients.py sm_75`` runs.
+# One of the cases; ``python tests/support/named_gradients.py sm_75`` runs them all.
 @pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 def test_emulated_kernels_have_numpys_gradients_in_any_order_of_threads():
-    names = "several arrays and options", "pairs of kinds"
-    bits = emulated(*names)
-    assert len(bits) == 2
-    assert emulated(*names, order="last") == bits
+    bits = emulated("pairs of kinds")
+    assert len(bits) == 1
+    assert emulated("pairs of kinds", order="last") == bits
 
 
 @pytest.mark.gpu

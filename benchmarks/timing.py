@@ -27,6 +27,8 @@ _PACKAGES = {
     "quack": "quack-kernels",
     "triton": "triton",
     "flash_attn.cute.interface": "flash-attn-4",
+    "sklearn.neighbors": "scikit-learn",
+    "ot.bregman": "POT",
 }
 _absent = {}  # packages that were asked for in vain, and why
 

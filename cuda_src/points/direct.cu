@@ -19,6 +19,13 @@
 //            for what the first launch skipped.
 
 #include "common/exp2_f64.cuh"
+#if FUNCTION
+#include "points/function.cuh"
+#else
+struct kernel_args_t {  // of named kernels
+  long long none;
+};
+#endif
 #include "points/sums.cuh"
 #include "points/tiles.cuh"
 
@@ -26,6 +33,7 @@ using coord_t = COORD_T;
 using wide_t = WIDE_T;
 using accum_t = ACCUM_T;
 
+constexpr bool kIsFunction = FUNCTION;
 constexpr float kLowestRef = -100;  // without weights: a near key must not overflow
 constexpr int kSide = 16;
 constexpr int kThreads = kSide * kSide;
@@ -115,6 +123,26 @@ __device__ __forceinline__ void load_terms(smem_t& smem, const block_t& block,
   }
 }
 
+// rest + log2 of the part of K that is an exponential; for a caller's function of all
+// of it where weights are summed.
+template <typename K, typename T>
+__device__ __forceinline__ T kernel_score(T d2, T scale, T rest,
+                                          const kernel_args_t& args) {
+  if constexpr (!kIsFunction) return score_of(d2, scale, rest);
+  if constexpr (kIsFunction && kHasWeights) {
+    return rest + T(kLog2e) * K::of(scale * d2, args);
+  }
+  return rest;
+}
+
+// The rest of K.
+template <typename K, typename T>
+__device__ __forceinline__ T kernel_factor(T q, const kernel_args_t& args) {
+  if constexpr (!kIsFunction) return K::factor(q);
+  if constexpr (kIsFunction && !kHasWeights) return K::of(q, args);
+  return 1;
+}
+
 // Squared distances of kStep keys, those from `start` of the tile at `first`.
 __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& smem,
                                           const block_t& block,
@@ -186,6 +214,7 @@ __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
 __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& state,
                                        smem_t& smem, const block_t& block,
                                        const points_params_t& params,
+                                       const kernel_args_t& args,
                                        const exponential_t& exp2, int first, int start,
                                        bool is_watched) {
   wide_t d2[kRows][kKeys];
@@ -201,7 +230,9 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
       for (int k = 0; k < kKeys; ++k) {
         const wide_t h = smem.h[start + block.tx * kKeys + k];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) score[r][k] = score_of(d2[r][k], scale, h);
+        for (int r = 0; r < kRows; ++r) {
+          score[r][k] = kernel_score<kernel_t>(d2[r][k], scale, h, args);
+        }
       }
       watch(score, state, sums, block);
     }
@@ -218,9 +249,9 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
     for (int r = 0; r < kRows; ++r) {
       wide_t from = h;
       from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
-      accum_t w = exp2(accum_t(score_of(d2[r][k], scale, from)));
-      if constexpr (kernel_t::kHasFactor) {
-        w *= kernel_t::factor(accum_t(scale * d2[r][k]));
+      accum_t w = exp2(accum_t(kernel_score<kernel_t>(d2[r][k], scale, from, args)));
+      if constexpr (kernel_t::kHasFactor || kIsFunction) {
+        w *= kernel_factor<kernel_t>(accum_t(scale * d2[r][k]), args);
       }
       if constexpr (kHasWeights) sums[0][r] += w;
 #pragma unroll
@@ -269,6 +300,7 @@ __device__ __forceinline__ wide_t owned_ref(const state_t& state,
 __device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
                                       smem_t& smem, const block_t& block,
                                       const points_params_t& params,
+                                      const kernel_args_t& args,
                                       const exponential_t& exp2) {
   const int first = tile * kTileKeys;
   __syncthreads();  // the previous tile has been read
@@ -278,7 +310,8 @@ __device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
   accum_t sums[kSums][kRows] = {};
 #pragma unroll 1
   for (int start = 0; start < kTileKeys; start += kStep) {
-    attend(sums, state, smem, block, params, exp2, first, start, is_watched);
+    attend(sums, state, smem, block, params, args, exp2, first, start,
+           is_watched || kIsFunction);
   }
   join(sums, state, block);
   if constexpr (kHasWeights) {
@@ -315,7 +348,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     const int* __restrict__ redo,              // (batch, groups), of a repair
     double* __restrict__ refs,                 // part_row
     accum_t* __restrict__ parts,               // part_row, kSums to each part
-    points_params_t params) {
+    points_params_t params,
+    kernel_args_t args) {  // numbers that a caller's function closes over
   __shared__ __align__(16) smem_t smem;
   const int row_blocks = params.padded_rows / kBlockRows;
   const int entry = blockIdx.x / row_blocks, at = blockIdx.x % row_blocks;
@@ -374,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
         smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
     if (is_finite(score)) block.base = score * kLn2;
     if (start >= 0) {
-      visit(start, true, state, smem, block, params, exp2);
+      visit(start, true, state, smem, block, params, args, exp2);
       raise_floor(smem);
       if (start < first || start >= last) {  // another split has its sum
 #pragma unroll
@@ -398,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
         smem.list.list(block.boxes, run, last, start, params, 0.f, -1.f, false);
     for (int n = 0; n < count; ++n) {
       const listed_tile_t listed = smem.list.tiles[n];
-      visit(listed.tile, listed.watched_by, state, smem, block, params, exp2);
+      visit(listed.tile, listed.watched_by, state, smem, block, params, args, exp2);
     }
     raise_floor(smem);
   }

@@ -119,7 +119,10 @@ class Packer:
 
 
 def emit_cuda(
-    expression: Expression, name: str = "score_mod", wrt: Sequence[str] = ()
+    expression: Expression,
+    name: str = "score_mod",
+    wrt: Sequence[str] = (),
+    with_derivative: bool = True,
 ) -> str:
     """CUDA of an expression.
 
@@ -137,6 +140,8 @@ def emit_cuda(
         order of `reads_of`, the derivative and the place in contiguous arrays, those
         that are read, one behind the other. ``name_num_reads``, ``name_num_arrays`` and
         ``name_array_of(read)`` tell what there is.
+    with_derivative : bool, default True
+        Whether there is a function with the derivative.
 
     Returns
     -------
@@ -147,7 +152,7 @@ def emit_cuda(
     text += _function(
         expression, name, "", [root], lambda at: [f"return {at[root]};"], root.dtype
     )
-    if expression.is_mask:
+    if expression.is_mask or not with_derivative:
         return text
     ds = expression.derivative.root
     text += _function(

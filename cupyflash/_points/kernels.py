@@ -212,7 +212,7 @@ def _of_expression(expression, numbers):
     """A row of an expression; its logarithm as far as it can be taken by rules."""
     from cupyflash._expr.emit_numpy import evaluate
 
-    logarithm = expression.of(_logarithm(expression.root), f"log_{expression.name}")
+    logarithm = logarithm_of(expression)
 
     def function_of(root):
         def function(d2):
@@ -229,6 +229,11 @@ def _of_expression(expression, numbers):
         expression=expression,
         numbers=numbers,
     )
+
+
+def logarithm_of(expression: Any) -> Any:
+    """The expression of the logarithm of a kernel."""
+    return expression.of(_logarithm(expression.root), f"log_{expression.name}")
 
 
 def _logarithm(root):

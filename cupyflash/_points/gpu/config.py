@@ -73,6 +73,9 @@ KERNELS = {
     ),
     "energy_slope": GpuKernel("energy_slope", 1.0, has_exponent=False),
 }
+# What a caller wrote.
+FUNCTION = GpuKernel("function", 1.0, has_exponent=False)
+_NO_NUMBERS = bytes(8)
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,15 @@ class Pairs:
     dim: int
     num_columns: int  # of values
     dtype: str
-    kernel: str  # of KERNELS
+    kernel: str  # of KERNELS, or the name of a function
     scale: float  # 1 / bandwidth; 1 where the coordinates have been scaled
     coord_dtype: str  # of the coordinates: float64 where they have been scaled
     has_log_weights: bool = False
     return_lse: bool = False
     is_sorted: bool = False  # both clouds, along a curve
     method: str = "auto"
+    function: str = ""  # CUDA of a caller's kernel
+    numbers: bytes = _NO_NUMBERS  # that it closes over
 
     @property
     def has_sums_of_weights(self) -> bool:
@@ -100,7 +105,7 @@ class Pairs:
 
     @property
     def gpu_kernel(self) -> GpuKernel:
-        return KERNELS[self.kernel]
+        return FUNCTION if self.function else KERNELS[self.kernel]
 
     @property
     def q_scale(self) -> float:

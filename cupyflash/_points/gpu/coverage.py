@@ -4,9 +4,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
-from cupyflash._points.gpu import config
+from cupyflash._points import kernels
+from cupyflash._points.gpu import config, functions
 from cupyflash._points.gpu.config import Pairs
 from cupyflash._points.gpu.registry import DIRECT, KERNELS
 
@@ -61,9 +64,33 @@ def _representative() -> Iterator[Pairs]:
     yield _pairs("kernel_sum", 4, 64, "float64")
     for kernel in config.KERNELS:
         yield _pairs("kernel_sum", 1, 3, kernel=kernel)
+    for dtype in ("float32", "float64"):
+        yield from _of_functions(dtype)
     scaled = _pairs("logsumexp", 0, 3)
     yield replace(scaled, coord_dtype="float64")
     yield replace(scaled, num_rows=256, num_keys=256, is_sorted=False)
+
+
+def _of_functions(dtype):
+    """A function with a number of its own, and its derivative."""
+    kernel = kernels.find(_rational(2.5), "mean")
+    slope, _ = kernels.slope_of(kernel)
+    for reduction, columns, dim, row in (
+        ("logsumexp", 0, 3, kernel),
+        ("mean", 2, 3, kernel),
+        ("kernel_sum", 1, 20, kernel),
+        ("kernel_sum", 4, 3, slope),
+    ):
+        text, numbers = functions.of(row, reduction != "kernel_sum")
+        more = {"function": text, "numbers": numbers}
+        yield _pairs(reduction, columns, dim, dtype, row.name, **more)
+
+
+def _rational(power):
+    def rational(d2):
+        return (1 + d2 / power) ** -power * np.exp(-np.sqrt(d2))
+
+    return rational
 
 
 def _everything() -> Iterator[Pairs]:

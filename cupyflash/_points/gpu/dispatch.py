@@ -9,7 +9,7 @@ import numpy as np
 from cupyflash._core import arrays as _arrays
 from cupyflash._cuda import graphs, plan_cache, runtime
 from cupyflash._cuda import launch as _launch
-from cupyflash._points.gpu import clouds, config, registry
+from cupyflash._points.gpu import clouds, config, functions, registry
 from cupyflash._points.gpu.config import Pairs
 from cupyflash._points.gpu.plan import PointsPlan
 
@@ -93,13 +93,12 @@ def _has_lse(problem):
 
 
 def pairs_of(problem) -> Pairs:
-    """The numbers of a problem; NotImplementedError for what no kernel takes."""
-    name = problem.kernel.name
-    if name not in config.KERNELS:
-        raise NotImplementedError(
-            f"on a GPU kernel= must be one of {', '.join(config.KERNELS)}, got the "
-            f"function {name}: NumPy arrays take functions too"
-        )
+    """The numbers of a problem."""
+    function: dict[str, Any] = {}
+    if problem.kernel.expression is not None:
+        is_log = problem.reduction != "kernel_sum"
+        text, numbers = functions.of(problem.kernel, is_log)
+        function = {"function": text, "numbers": numbers}
     scaled = problem.dim > 0 and not _is_plain(problem)
     pairs = Pairs(
         reduction=problem.reduction,
@@ -109,11 +108,12 @@ def pairs_of(problem) -> Pairs:
         dim=max(problem.dim, 1),
         num_columns=problem.num_values,
         dtype=problem.dtype,
-        kernel=name,
+        kernel=problem.kernel.name,
         scale=1.0 if scaled or not problem.dim else problem.scale[0],
         coord_dtype="float64" if scaled else problem.dtype,
         has_log_weights=problem.log_weights is not None,
         return_lse=_has_lse(problem),
+        **function,
     )
     return clouds.sorted_where_worth(pairs)
 

@@ -53,7 +53,7 @@ class DirectKernel:
         """The launch over so many splits of the keys."""
         rows = 4 if wide else 8
         # Two blocks of a multiprocessor at once, where registers are left for that.
-        is_small = pairs.num_sums == 1 and pairs.kernel == "gaussian"
+        is_small = pairs.num_sums == 1 and pairs.gpu_kernel.struct == "gaussian"
         of_axes = pairs.dim <= 4 or pairs.dim > config.MAX_BOX_DIM
         is_small &= of_axes and not wide
         variant = Variant(
@@ -65,7 +65,9 @@ class DirectKernel:
                 ROWS=rows,
                 MIN_BLOCKS=2 if is_small else 1,
                 KERNEL=pairs.gpu_kernel.struct,
+                FUNCTION=int(bool(pairs.function)),
             ),
+            generated=pairs.function,
         )
         blocks = pairs.batch * (pairs.padded_rows // (16 * rows))
         return LaunchConfig(
@@ -81,20 +83,19 @@ class DirectKernel:
         num_splits, tiles = self.split_keys(pairs, device)
         fields = {"tiles_per_split": tiles, "num_parts": num_splits}
         launch = self.config(pairs, num_splits, self.is_wide(pairs))
-        arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
-        return (
-            [(launch, (*arguments, config.pack(pairs, **fields)))],
-            num_splits,
-            num_splits,
-        )
+        return [(launch, self._arguments(pairs, **fields))], num_splits, num_splits
 
     def repair(self, pairs: Pairs, num_parts: int):
         """The launch that makes rows once more whose digits are not certain."""
         tiles = -(-pairs.num_tiles // num_parts)
         fields = {"tiles_per_split": tiles, "num_parts": num_parts, "repair": 1}
         launch = self.config(pairs, num_parts, wide=True)
-        arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
-        return launch, (*arguments, config.pack(pairs, **fields))
+        return launch, self._arguments(pairs, **fields)
+
+    def _arguments(self, pairs, **fields):
+        params = config.pack(pairs, **fields)
+        arrays = (*config.ARRAYS, "facts", "redo", "refs", "parts")
+        return (*arrays, params, pairs.numbers)
 
     def needs_repair(self, pairs: Pairs) -> bool:
         """Whether rows may have to be made once more."""
@@ -124,7 +125,7 @@ class MmaKernel:
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
-        if pairs.kernel != "gaussian":
+        if pairs.function or pairs.kernel != "gaussian":
             return f"takes the gaussian kernel, not {pairs.kernel}"
         if pairs.dtype != "float32":
             return f"takes float32, not {pairs.dtype}"
@@ -261,7 +262,7 @@ class ProductsKernel:
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
-        if pairs.kernel != "gaussian":
+        if pairs.function or pairs.kernel != "gaussian":
             return f"takes the gaussian kernel, not {pairs.kernel}"
         if pairs.dtype != "float32":
             return f"takes float32, not {pairs.dtype}"

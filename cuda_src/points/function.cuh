@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: MIT
+// A kernel that the caller wrote: its text and the numbers that it closes over.
+//
+// The text is made by the host (cupyflash/_expr) as a template `caller_function` of d2
+// and a struct `caller_function_args`. With weights (WEIGHTS 1) it is log K, which does
+// not underflow far away, else K, which may have any sign. Nothing is known of its
+// size, so that no tile is skipped and every tile is watched.
+#pragma once
+
+#include "expr/functions.cuh"
+#include "generated/functions.cuh"
+
+using kernel_args_t = caller_function_args<double>;
+
+namespace kernels {
+
+struct function {
+  static constexpr bool kHasExponent = false, kIsRoot = false;
+  static constexpr bool kHasFactor = false, kIsSingular = false;
+  template <typename T> static __device__ __forceinline__ T factor(T) { return 1; }
+  template <typename T>
+  static __device__ __forceinline__ T of(T d2, const kernel_args_t& args) {
+    return caller_function<T>(d2, 0, 0, 0, 0, caller_function_args_as<T>(args));
+  }
+};
+
+}  // namespace kernels

@@ -86,7 +86,7 @@ POINTS_GPU = (
     {"plan", "clouds"},
     {"coverage"},
     {"registry"},
-    {"config", "series"},
+    {"config", "series", "functions"},
 )
 
 # Modules that import CuPy when they are imported; all others work without it.

@@ -60,6 +60,22 @@ def test_doubtful_rows_leave_no_other_row_unwritten():
     of_points("direct", 2)
 
 
+def test_a_function_of_d2():
+    tests = Path(emulation.__file__).parents[2] / "points/gpu/test_kernels.py"
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "emulation.plugin",
+            "-m", "gpu", str(tests), "-k", "function_of_d2 and float32 and rational",
+        ],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"PYTHONPATH": str(RUN.parents[1]), "CUPYFLASH_EMULATION": "sm_80"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+
+
 @pytest.mark.parametrize(("arch", "row", "kind", "dtype"), ROWS)
 def test_row(arch, row, kind, dtype):
     done = run_rows("--arch", arch, "--rows", row, "--kinds", kind, "--dtypes", dtype)

@@ -106,6 +106,73 @@ def test_other_kernels(kernel, size, dtype):
             check(given)
 
 
+POWER = 2.5
+
+FUNCTIONS = {
+    "rational": lambda d2: (1 + d2 / POWER) ** -POWER,
+    "large": lambda d2: 1e30 * np.exp(-d2),
+    "compact": lambda d2: np.where(d2 < 1.0, 1.0 - d2, 0.0),
+}
+
+
+def cloud_pair(dtype, dim, far=0.0):
+    """x, y, v and log weights, some of -inf."""
+    rng = np.random.default_rng(dim)
+    x, y = rng.normal(size=(70, dim)) + far, rng.normal(size=(300, dim))
+    x[1] = y[0] + far
+    v, weights = rng.normal(size=(300, 2)), 3 * rng.normal(size=300)
+    weights[3] = -np.inf
+    return [a.astype(dtype) for a in (x, y, v, weights)]
+
+
+def assert_like(found, exact, dtype):
+    found, exact = np.asarray(found.get(), np.float64), np.asarray(exact, np.float64)
+    finite = np.isfinite(exact)
+    assert (found[~finite] == exact[~finite]).all()
+    found, exact = found[finite], exact[finite]
+    scale = max(1.0, np.abs(exact).max(initial=0.0))
+    allowed = 4e-6 if dtype == "float32" else 1e-12
+    assert np.abs(found - exact).max(initial=0.0) <= allowed * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dim", "far"), [(3, 0.0), (3, 40.0), (20, 0.0)])
+@pytest.mark.parametrize("kernel", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_function_of_d2(kernel, dim, far, dtype):
+    """As on NumPy, also where K is 1e-1000."""
+    cupy = pytest.importorskip("cupy")
+    arrays = cloud_pair(dtype, dim, far)
+    x, y, v, weights = map(cupy.asarray, arrays)
+    a, b, c, w = arrays
+    options = {"kernel": kernel, "bandwidth": 1.3}
+    exact, exact_lse = points.mean(a, b, c, w, return_lse=True, **options)
+    out, lse = points.mean(x, y, v, weights, return_lse=True, **options)
+    assert_like(out, exact, dtype)
+    assert_like(lse, exact_lse, dtype)
+    assert_like(points.logsumexp(x, y, weights, **options), exact_lse, dtype)
+    total = points.kernel_sum(a, b, c, **options)
+    assert_like(points.kernel_sum(x, y, v, **options), total, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["rational"])
+def test_gradients_of_a_function_of_d2(name, dtype):
+    cupy = pytest.importorskip("cupy")
+    kernel, arrays = FUNCTIONS[name], cloud_pair(dtype, 3)
+    rng = np.random.default_rng(0)
+    dout, dlse = (rng.normal(size=s).astype(dtype) for s in ((70, 2), (70,)))
+    exact = points.mean_vjp(dout, *arrays, dlse=dlse, kernel=kernel, bandwidth=1.3)
+    found = points.mean_vjp(
+        cupy.asarray(dout),
+        *map(cupy.asarray, arrays),
+        dlse=cupy.asarray(dlse),
+        kernel=kernel,
+        bandwidth=1.3,
+    )
+    for one, other in zip(found, exact, strict=True):
+        assert_like(one, other, dtype)
+
+
 def test_a_batch_is_its_entries():
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)

@@ -15,6 +15,7 @@ from cupyflash._points.gpu import (
     clouds,
     config,
     coverage,
+    functions,
     plan,
     registry,
     series,
@@ -80,6 +81,30 @@ def test_old_cards_take_differences():
         row, refused = registry.select(pairs_of(dim=dim), turing)
         assert row.name == "direct"
         assert any("sm_80" in why for _, why in refused)
+
+
+def function_pairs(power, reduction="mean", columns=2):
+    kernel = kernels.find(lambda d2: (1 + d2) ** -power, reduction)
+    text, numbers = functions.of(kernel, reduction != "kernel_sum")
+    return pairs_of(reduction, columns, function=text, numbers=numbers)
+
+
+def test_a_function_is_a_text_and_its_numbers():
+    """Another number is another argument of the same kernel."""
+    one, other = function_pairs(2.5), function_pairs(3.5)
+    assert one.function == other.function
+    assert one.numbers == np.float64(2.5).tobytes()
+    assert other.numbers == np.float64(3.5).tobytes()
+    assert function_pairs(2.5, "kernel_sum").function != one.function  # K, not log K
+    row, refused = registry.select(one, HOPPER)
+    assert row.name == "direct"
+    assert len(refused) == len(registry.KERNELS) - 1
+    assert not one.is_sorted
+    launches = plan.steps(one, HOPPER).launches
+    direct = [(c, a) for c, a in launches if c.variant.entry == "points_direct"]
+    for launch, arguments in direct:
+        assert launch.variant.generated == one.function
+        assert arguments[-1] == one.numbers
 
 
 def test_series_are_for_many_pairs_of_few_axes():

@@ -17,6 +17,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <new>
 #include <type_traits>
 #include <utility>
 #undef key_t

@@ -31,6 +31,11 @@ ROWS = [
     ("sm_75", "attention_vjp/tiled", "odd", "float16"),
     ("sm_80", "attention/mma_short", "short", "bfloat16"),
     ("sm_80", "attention_vjp/mma_short", "short", "float16"),
+    ("sm_80", "attention/mma", "odd", "float16"),
+    ("sm_80", "attention/tiled_f64", "odd parts", "float64"),
+    ("sm_90a", "attention/hopper", "odd parts", "float16"),
+    ("sm_90a", "softmax/tiled", "shortest rows", "bfloat16"),
+    ("sm_90a", "softmax/vjp_split", "short whole rows", "bfloat16"),
 ]
 
 

@@ -3,11 +3,13 @@
     python tests/support/emulation/run.py --arch sm_80 --rows attention/mma_short
     python tests/support/emulation/run.py --arch sm_80 --rows attention/mma --fuzz 30
     python tests/support/emulation/run.py --rows points/mma --fuzz 20 --seed 100
+    python tests/support/emulation/run.py --rows attention/hopper --functions both
     python tests/support/emulation/run.py --arch sm_75 --seconds 60     # all rows there
 
 A row of softmax or attention runs the cases of tests/support/rows.py that it takes (or
 some: --kinds, --dtypes), and with `--fuzz` so many problems of tests/support/fuzz.py;
-one of points runs problems of tests/support/fuzz_points.py, cut to few points. Compiled
+with --functions, the calls of tests/support/functions_gpu.py (or some) instead. One of
+points runs problems of tests/support/fuzz_points.py, cut to few points. Compiled
 kernels are kept in the folder of temporary files.
 """
 
@@ -34,6 +36,7 @@ def main():
     parser.add_argument("--sms", type=int, default=None, help="multiprocessors")
     parser.add_argument("--kinds", nargs="*", default=None, help="of rows.py")
     parser.add_argument("--dtypes", nargs="*", default=None)
+    parser.add_argument("--functions", nargs="*", default=None, metavar="CALL")
     parser.add_argument("--fuzz", type=int, default=0, metavar="PROBLEMS")
     parser.add_argument("--budget", type=int, default=11, help="log2 of scores")
     parser.add_argument("--points", type=int, default=700, help="of a cloud, at most")
@@ -65,6 +68,8 @@ def checks(args, cupy):
         with pytest.MonkeyPatch.context() as patch:
             if operation == "points":
                 yield from of_points(args, cupy, patch, row)
+            elif args.functions is not None:
+                yield from of_functions(args, operation, row)
             else:
                 rows.force(patch, operation, row)
                 for told, problem in problems(args, operation, row):
@@ -92,6 +97,26 @@ def problems(args, operation, row):
             continue
         found += 1
         yield problem.reproducer(np), problem
+
+
+def of_functions(args, operation, row):
+    """(name, check) of calls with score and mask functions."""
+    import functions_gpu
+    import numpy as np
+
+    def check(dtype, name, call):
+        errors = functions_gpu.check(operation, row, dtype, name, call)
+        assert max(errors) <= 2, errors
+
+    calls = functions_gpu.calls(np.random.default_rng(1))
+    for dtype in functions_gpu.DTYPES[operation].get(row, ()):
+        if dtype not in (args.dtypes or [dtype]):
+            continue
+        for name in args.functions or calls:
+            yield (
+                f"{operation}/{row}/{dtype}/{name}",
+                functools.partial(check, dtype, name, calls[name]),
+            )
 
 
 def of_points(args, cupy, patch, row):

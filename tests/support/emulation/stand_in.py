@@ -347,8 +347,18 @@ def _run(ptr, grid, block, smem, arguments, is_cooperative=False):
     launched.append(entry)
     wrong = launch_kernel(ctypes.byref(launch), ctypes.c_void_p(arguments))
     if wrong:
+        _reset_counters()
         raise KernelError(compile_cpp.with_line(wrong.decode()))
     check_all()
+
+
+def _reset_counters():
+    """Counters as a kernel leaves them that comes to its end."""
+    graphs = sys.modules.get("cupyflash._cuda.graphs")
+    if graphs is not None:
+        for counters in graphs._counters.values():
+            for block in counters._blocks:
+                block[...] = 0
 
 
 class _Function:

@@ -119,7 +119,9 @@ def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
 
 
 def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
-    """Mask of each `dilation`-th key before a query, `count` of them, and its own [1]_.
+    """Mask of each `dilation`-th key before a query, `count` of them, and its own.
+
+    As described in [1]_.
 
     References
     ----------
@@ -135,7 +137,9 @@ def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
 
 
 def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
-    """Mask of a square of pixels round a pixel, of an image row by row [1]_.
+    """Mask of a square of pixels around a pixel, for an image stored row by row.
+
+    As described in [1]_.
 
     At the border the square is moved, so that every pixel sees ``kernel**2`` of them.
 
@@ -171,7 +175,9 @@ def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
 def t5_bias(
     num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
 ) -> Callable[..., Any]:
-    """Score plus a learned number for each head and bucket of distances [1]_.
+    """Add a learned number for each head and bucket of distances to the score.
+
+    As described in [1]_.
 
     Near keys have a bucket each, far ones share buckets whose width grows with the
     distance; from `max_distance` on there is one. The function takes ``table``, of

@@ -49,7 +49,9 @@ def mean_shift(
     max_iter: int = 300,
     progress: Callable[[int, float], Any] | None = None,
 ) -> MeanShift:
-    """Cluster points by the peaks of their density [1]_.
+    """Cluster points by the peaks of their density.
+
+    As described in [1]_.
 
     Each seed moves to the mean of the points around it, weighted by a kernel, until it
     stops moving. Among seeds that end up within a bandwidth of each other, the one with

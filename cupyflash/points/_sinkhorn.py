@@ -209,7 +209,9 @@ def sinkhorn(
     max_iter: int = 1000,
     progress: Callable[[int, float], Any] | None = None,
 ) -> Transport:
-    """Entropic optimal transport with costs ``|x_i - y_j|**2`` [1]_.
+    """Entropic optimal transport with costs ``|x_i - y_j|**2``.
+
+    As described in [1]_.
 
     Parameters
     ----------
@@ -320,7 +322,9 @@ def sinkhorn_divergence(
     max_iter: int = 1000,
     progress: Callable[[int, float], Any] | None = None,
 ) -> Divergence:
-    """Entropic transport less that of each cloud with itself, half each [1]_.
+    """Entropic transport minus half that of each cloud with itself.
+
+    As described in [1]_.
 
     It is 0 where both are the same, never below, and has a gradient that moves one
     cloud to the other, which the entropy alone would shrink.

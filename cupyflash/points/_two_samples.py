@@ -42,7 +42,9 @@ def energy_distance(
     rng: Any = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Any:
-    """Energy distance of two samples, ``sqrt(2 E|X-Y| - E|X-X'| - E|Y-Y'|)`` [1]_.
+    """Energy distance of two samples, ``sqrt(2 E|X-Y| - E|X-X'| - E|Y-Y'|)``.
+
+    As described in [1]_.
 
     For one-dimensional samples this is `scipy.stats.energy_distance`.
 
@@ -106,7 +108,9 @@ def mmd(
     rng: Any = None,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Any:
-    """Squared maximum mean discrepancy of two samples [1]_.
+    """Squared maximum mean discrepancy of two samples.
+
+    As described in [1]_.
 
     Parameters
     ----------

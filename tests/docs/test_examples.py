@@ -1,8 +1,10 @@
 """The examples run, at their smallest size; each asserts that it is right."""
 
 import ast
+import configparser
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,41 @@ def test_the_example_runs(script, xp, tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout
     assert not list(tmp_path.iterdir()), "an example leaves files behind"
+
+
+# What pip calls a package that is imported by another name.
+DISTRIBUTIONS = {
+    "MDAnalysis": "MDAnalysisTests",
+    "ot": "POT",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        *SCRIPTS,
+        *sorted(ROOT.glob("docs/lesson/*.py")),
+        *sorted(ROOT.glob("docs/guides/*.py")),
+    ],
+    ids=lambda path: path.stem,
+)
+def test_the_site_installs_what_a_script_imports(script):
+    """make docs and Read the Docs install the extras docs and gallery, no more."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    extras = setup["options.extras_require"]
+    needs = extras["docs"] + extras["gallery"] + setup["options"]["install_requires"]
+    listed = {re.match(r"[\w.-]+", need)[0].lower() for need in needs.split()}
+    own = {"_support", "_measured", "cupyflash", "cupy", "cupyx", "readme_tables"}
+    missing = {
+        name
+        for name in set(imported(script)) - own - sys.stdlib_module_names
+        if DISTRIBUTIONS.get(name, name).lower() not in listed
+        and name != "MDAnalysisTests"
+    }
+    assert missing == set()
 
 
 def test_the_list_names_every_example():

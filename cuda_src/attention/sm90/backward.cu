@@ -312,7 +312,7 @@ struct producer_t {
   }
   // Called by thread 0, when no product reads the previous work tile any more.
   __device__ __forceinline__ void load_k(int number) const {
-    if (kSpread && number < args.inputs.num_items) {
+    if (kSpread && number < args.inputs.num_work_tiles) {
       load_keys(smem.k, args.inputs.k_map, smem.k_full, smem.k_from);
     }
   }
@@ -320,7 +320,7 @@ struct producer_t {
   // of queries.
   __device__ __forceinline__ void load(int number, unsigned q_stage,
                                        unsigned block) const {
-    if (number >= args.inputs.num_items || lane != 0) return;
+    if (number >= args.inputs.num_work_tiles || lane != 0) return;
     if (warp == kLoaders) {
       load_keys(smem.v, args.inputs.v_map, smem.v_full, smem.k_from + 16);
       return;
@@ -342,7 +342,7 @@ struct producer_t {
     volatile tile_info_t& info = shared.tile_info;
     // Reload: reciprocals of the divisors are not worth registers between work tiles.
     const inputs_t& inputs_now = ptx::reload(inputs);
-    if (number >= inputs.num_items) return;
+    if (number >= inputs.num_work_tiles) return;
     int piece = -1;
     if (kCuts && number >= inputs.num_whole) {
       piece = number - inputs.num_whole;
@@ -389,12 +389,12 @@ struct producer_t {
         const bool any = next < params.seqlen_k && later.first < later.last;
         turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
-      const mask_bounds_t band = scores.mask_bounds(0, row);
-      info.low = band.low;
-      info.high = band.high;
+      const mask_bounds_t bounds = scores.mask_bounds(0, row);
+      info.low = bounds.low;
+      info.high = bounds.high;
       const bool tail = row + kBlockN > params.seqlen_k;
-      info.whole_first = tail ? 1 << 30 : kBlockN - band.high;
-      info.whole_last = -band.low - (kBlockM - 1);
+      info.whole_first = tail ? 1 << 30 : kBlockN - bounds.high;
+      info.whole_last = -bounds.low - (kBlockM - 1);
     }
     if (kCuts && piece >= 0) {
       const unsigned num_pieces = inputs_now.num_pieces;
@@ -879,14 +879,14 @@ struct mainloop_t : mma_t {
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // the second: + 8
-    float odd = store_rows(
+    float nonfinite = store_rows(
         sums_k, unfactor_of(factor_of(args.found), static_cast<float>(params.scale)),
         args.dk + to.dk + key_first * grads.row[0], grads.row[0], row_thread, num_keys,
         static_cast<int>(params.head_dim));
-    odd = store_rows(sums_v, 1 / kFactorP, args.dv + to.dv + key_first * grads.row[1],
-                     grads.row[1], row_thread, num_keys,
-                     static_cast<int>(params.head_dim_v), odd);
-    if (odd != 0) args.found->odd = 1;
+    nonfinite = store_rows(
+        sums_v, 1 / kFactorP, args.dv + to.dv + key_first * grads.row[1], grads.row[1],
+        row_thread, num_keys, static_cast<int>(params.head_dim_v), nonfinite);
+    if (nonfinite != 0) args.found->nonfinite = 1;
     if (kOrdered && lane == 0) {
       dq_sums.release(to.turn);
       ptx::store_shared_s32(dq_sums.added_here(), -1);
@@ -928,7 +928,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kC
   const int lane = mainloop.lane;
   if (kOrdered && lane == 0) shared.added[threadIdx.x / 32] = -1;
   mainloop.begin();
-  while (mainloop.number < inputs.num_items) {
+  while (mainloop.number < inputs.num_work_tiles) {
     mainloop.attend();
     mainloop.advance();
     const outputs_t to = shared.outputs[(mainloop.num_done - 1) & 1];

@@ -36,10 +36,10 @@ constexpr int kPart = 64 * 64;    // numbers of dq of a block per warpgroup
 // INPUTS of _attention/gpu/gradient_limits.py is the same struct on the host.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map, dout_map;
-  int num_items;   // tiles of keys over all kept entries; a cluster's count as one
-  int num_tiles;   // per entry
-  int num_blocks;  // blocks of queries per entry
-  int section;     // kept entries whose q, dO and dq fit into the L2 cache together
+  int num_work_tiles;  // tiles of keys over all kept entries; a cluster's count as one
+  int num_tiles;       // per entry
+  int num_blocks;      // blocks of queries per entry
+  int section;         // kept entries whose q, dO and dq fit into the L2 cache together
   int num_kept, num_summed;  // entries
   index_t slot[2];           // distance in slots of dq between entries of a batch axis
   float to_log2;             // from scores to exponents of 2
@@ -78,7 +78,7 @@ __device__ __forceinline__ int uniform(int x) { return ptx::redux_min(x); }
 
 // What the kernels of a call report to later ones. Starts as zeros.
 struct found_t {
-  int odd;           // nonzero: a gradient is not finite, or overflows elem_t
+  int nonfinite;     // nonzero: a gradient is not finite, or overflows elem_t
   unsigned largest;  // max |dO|, as the bits of a float
   int unused[2];
 };
@@ -94,11 +94,12 @@ template <int kStages> struct ring_t {
 
 // Stores a warpgroup's 64 rows of a gradient, of which `num_rows` exist. Number e of a
 // thread is in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8 + `row`.
-// Returns `odd`, or NaN if a number is not finite.
+// Returns `nonfinite`, or NaN if a number is not finite.
 template <int kSums>
 __device__ __forceinline__ float store_rows(const float (&sums)[kSums], float factor,
                                             elem_t* target, index_t row_step, int row,
-                                            int num_rows, int dim, float odd = 0) {
+                                            int num_rows, int dim,
+                                            float nonfinite = 0) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums], float fa
       for (int t = 0; t < 4; ++t) {
         const int from = e + 4 * t + 2 * r;
         words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
-        if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+        if (exists) nonfinite = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, nonfinite));
       }
       transpose(words, lane);  // now a lane has 8 consecutive columns
       const int column = e * 2 + lane % 4 * 8;
@@ -121,7 +122,7 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums], float fa
       }
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 // A tile of rows of a kept entry.

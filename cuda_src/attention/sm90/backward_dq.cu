@@ -196,15 +196,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Number e is in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    mask_bounds_t band = {-(1 << 30), 1 << 30, 0, num_keys};
-    if constexpr (kBounds > 0) band = scores.mask_bounds(row_group, key_first);
-    if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
+    mask_bounds_t bounds = {-(1 << 30), 1 << 30, 0, num_keys};
+    if constexpr (kBounds > 0) bounds = scores.mask_bounds(row_group, key_first);
+    if (num_keys < kBlockN || bounds.low > 1 - kGroupM || bounds.high < kBlockN) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {
         const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
         const int distance = column - row - e / 2 % 2 * 8;
         const bool sees =
-            band.low <= distance && distance < band.high && column < num_keys;
+            bounds.low <= distance && distance < bounds.high && column < num_keys;
         if (!sees) s[e] = inputs.hidden;
       }
     }
@@ -285,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
   const auto kept = locate(grads.kept, block_index() - from_last * grads.num_kept);
-  const float odd = store_rows(
+  const float nonfinite = store_rows(
       sums, unfactor, dq + kept.of[1] + row_group * grads.row[0], grads.row[0], row,
       static_cast<int>(params.seqlen_q) - row_group, static_cast<int>(params.head_dim));
-  if (odd != 0) found->odd = 1;
+  if (nonfinite != 0) found->nonfinite = 1;
 }

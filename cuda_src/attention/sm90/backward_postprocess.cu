@@ -17,7 +17,7 @@ static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 struct cut_t {
   const float* pieces;
   elem_t *dk, *dv;
-  int num_items, num_pieces, first_item, num_tiles;
+  int num_work_tiles, num_pieces, first_work_tile, num_tiles;
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_dq(
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   auto store = [&](const float4(&x)[4], float factor, elem_t* matrix, index_t row_step,
                    index_t i, index_t num_rows, int column, index_t dim) {
     if (column >= dim) return;
-    float odd = 0;
+    float nonfinite = 0;
     if (i < num_rows) {
       *reinterpret_cast<uint4*>(matrix + i * row_step + column) =
           make_uint4(pair16_t::from(x[0].y * factor, x[0].x * factor),
@@ -59,22 +59,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      odd = fmaf(x[n].x, 0, odd);
-      odd = fmaf(x[n].y, 0, odd);
-      odd = fmaf(x[n].z, 0, odd);
-      odd = fmaf(x[n].w, 0, odd);
+      nonfinite = fmaf(x[n].x, 0, nonfinite);
+      nonfinite = fmaf(x[n].y, 0, nonfinite);
+      nonfinite = fmaf(x[n].z, 0, nonfinite);
+      nonfinite = fmaf(x[n].w, 0, nonfinite);
     }
-    if (odd != 0) found->odd = 1;
+    if (nonfinite != 0) found->nonfinite = 1;
   };
   const float factor = unfactor_of(factor_of(found), static_cast<float>(params.scale));
   float4 x[4];
   constexpr int kChunks = kHeadDim / 64, kParts = 4 * kChunks;
-  if (block_index() < cut.num_items * kParts) {
-    const int item = static_cast<int>(block_index()) / kParts;
+  if (block_index() < cut.num_work_tiles * kParts) {
+    const int work_tile = static_cast<int>(block_index()) / kParts;
     const int part = static_cast<int>(block_index()) % kParts;
     const int of_v = part / (2 * kChunks), half = part / kChunks % 2;
     const float* from =
-        cut.pieces + (index_t(item) * cut.num_pieces * kParts + part) * kPart;
+        cut.pieces + (index_t(work_tile) * cut.num_pieces * kParts + part) * kPart;
     load(from, x);
     for (int piece = 1; piece < cut.num_pieces; ++piece) {
       float4 more[4];
@@ -87,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
         x[n].w += more[n].w;
       }
     }
-    const int kept = (cut.first_item + item) / cut.num_tiles;
-    const int tile = cut.first_item + item - kept * cut.num_tiles;
+    const int kept = (cut.first_work_tile + work_tile) / cut.num_tiles;
+    const int tile = cut.first_work_tile + work_tile - kept * cut.num_tiles;
     const auto at = locate(grads.kept, kept);
     const index_t key = index_t(tile) * 128 + half * 64 + warp * 16 + row;
     store(x, of_v ? 1 / kFactorP : factor, of_v ? cut.dv + at.of[2] : cut.dk + at.of[1],
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
           of_v ? params.head_dim_v : params.head_dim);
     return;
   }
-  const index_t number = block_index() - cut.num_items * kParts;
+  const index_t number = block_index() - cut.num_work_tiles * kParts;
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t part = number % 2;
   const index_t slot = divide(number / 2, num_blocks);

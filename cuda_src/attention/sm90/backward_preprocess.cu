@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     }
   }
   const index_t first = block_index() * kNumThreads + threadIdx.x;
-  if (first == 0) found->odd = 0;
+  if (first == 0) found->nonfinite = 0;
   const index_t step = index_t(gridDim.x) * gridDim.y * kNumThreads;
   for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
 

@@ -183,7 +183,7 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
   const int lane = threadIdx.x % 32;
   // XOR swizzle of the 16-byte units of a row: neither rows nor columns share banks.
   const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
-  unsigned odd[2] = {0, 0};
+  unsigned nonfinite[2] = {0, 0};
 #pragma unroll
   for (int e = 0; e < kSums; e += 8) {
     unsigned words[4];
@@ -192,7 +192,7 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
       const int from = e + 2 * n;
       words[n] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
       if (lane / 4 + n % 2 * 8 < num_rows) {
-        odd[n % 2] = pair16_t::fma(words[n], 0, odd[n % 2]);
+        nonfinite[n % 2] = pair16_t::fma(words[n], 0, nonfinite[n % 2]);
       }
     }
     ptx::stmatrix_x4(to ^ e * 4, words[0], words[1], words[2], words[3]);
@@ -219,7 +219,7 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
     }
   }
   __syncwarp();
-  return (odd[0] | odd[1]) & 0x7fff7fff;
+  return (nonfinite[0] | nonfinite[1]) & 0x7fff7fff;
 }
 
 // Of the two halves of a tile that is cut, the first to finish leaves its sums in
@@ -330,9 +330,9 @@ struct producer_t {
     const params_t& params_now = ptx::reload(args.score.params);
     const grads_t& grads_now = ptx::reload(args.grads);
     // Second halves of the tiles that are cut come last.
-    const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
+    const bool is_second = number >= inputs_now.num_work_tiles - inputs_now.num_split;
     if (is_second) number -= inputs_now.num_split;
-    info.slot = number - (inputs_now.num_items - 2 * inputs_now.num_split);
+    info.slot = number - (inputs_now.num_work_tiles - 2 * inputs_now.num_split);
     const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs_now);
     const int row = tile.tile * kBlockN;
     info.dk = offset_of(grads_now.kept, tile.kept, 1);
@@ -413,7 +413,7 @@ struct producer_t {
     const inputs_t& inputs = args.inputs;
     next_tile() = blockIdx.x;
 #pragma unroll 1
-    for (; next_tile() < inputs.num_items; ++num_done) {
+    for (; next_tile() < inputs.num_work_tiles; ++num_done) {
       publish();
       const int4 blocks = shared.places.blocks;
       const int num_blocks = blocks.y - blocks.x;
@@ -425,7 +425,7 @@ struct producer_t {
         if (n == max(blocks.z, blocks.w - kAhead)) {
           next_tile() = atomicAdd(&args.counter->next, 1) + gridDim.x;
         }
-        load_queries(summed, block, ends && next_tile() >= inputs.num_items);
+        load_queries(summed, block, ends && next_tile() >= inputs.num_work_tiles);
         if (n == blocks.z) {
           load_keys(smem.v, inputs.v_map, smem.v_full, smem.v_empty, shared.places.v);
           load_keys(smem.k, inputs.k_map, smem.k_full, smem.k_empty, shared.places.k);
@@ -446,7 +446,7 @@ struct producer_t {
 __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& shared,
                                        const addresses_t& smem) {
   const unsigned origins = ptx::shared_address(shared.origins);
-  bool more = blockIdx.x < args.inputs.num_items;
+  bool more = blockIdx.x < args.inputs.num_work_tiles;
 #pragma unroll 1
   for (unsigned block = 0; more; ++block) {
     wait(smem.dq_full, block & 1);  // now the origin is stored, too
@@ -687,15 +687,15 @@ struct mainloop_t : mma_t {
     const int num_rows = is_mine ? to.num_keys - first_row : 0;
     const int row = to.tile * kBlockN + first_row;
     const unsigned staged = dq_target - lane * 16;
-    unsigned odd =
+    unsigned nonfinite =
         store_staged(sums_v, staged, 1 / kFactorP, args.dv + to.dv + row * grads.row[1],
                      grads.row[1], num_rows, static_cast<int>(params.head_dim_v));
-    odd |= store_staged(
+    nonfinite |= store_staged(
         sums_k, staged,
         unfactor_of(factor_of(args.found), static_cast<float>(params.scale)),
         args.dk + to.dk + row * grads.row[0], grads.row[0], num_rows,
         static_cast<int>(params.head_dim));
-    if (odd != 0) args.found->odd = 1;
+    if (nonfinite != 0) args.found->nonfinite = 1;
   }
 
   // dq of the last block, while the keys of the next work tile load; then dk and dv.

@@ -25,10 +25,14 @@ constexpr int kStagesTerms = STAGES_TERMS;
 constexpr int kStagesTerms = kTermsOfKeys ? 4 : 1;
 #endif
 constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+static_assert(kChangesScores == (kHasSoftcap || kHasBias || kHasAlibi || kHasMask ||
+                                 kHasScoreFunction || kHasMaskFunction),
+              "an option that is not applied here");
+
 // Whether the bounds on keys differ between entries of the batch.
-constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
+constexpr bool kBoundsPerEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
 enum : bool { kHasFunctions = kHasScoreFunction || kHasMaskFunction };
-constexpr bool kHasOptions = kHasTerms || kBandOfEntry || kHasFunctions;
+constexpr bool kHasOptions = kHasTerms || kBoundsPerEntry || kHasFunctions;
 // Whether the derivative of a score with respect to scale * q.k is not always 1.
 enum : bool { kHasChain = kHasSoftcap || kScoreHasDerivative };
 // A mask function hides whole tiles: work tiles walk over lists of the others.
@@ -93,7 +97,7 @@ struct function_place_t {
 
 // The options of an entry for a tile, relative to its first row.
 struct entry_t {
-  mask_bounds_t band;
+  mask_bounds_t bounds;
   index_t diagonal;
   float slope;
   const bias_t* bias;  // key 0, with kTermsOfKeys; so is the mask
@@ -102,7 +106,7 @@ struct entry_t {
 
   __device__ __forceinline__ void set(const scores_t& scores, const tile_coord_t& at,
                                       const params_t& params, index_t i, index_t j) {
-    band = scores.mask_bounds(i, j);
+    bounds = scores.mask_bounds(i, j);
     if constexpr (kHasAlibi) {
       slope = scores.slope();
       diagonal = scores.diagonal(i) - j;
@@ -115,14 +119,14 @@ struct entry_t {
 };
 
 // The bounds for a tile that starts `rows` and `cols` further.
-__device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& band,
+__device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& bounds,
                                                  int rows, int cols) {
-  return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
-          band.num_keys - cols};
+  return {bounds.low + rows - cols, bounds.high + rows - cols,
+          bounds.num_queries - rows, bounds.num_keys - cols};
 }
 // What consumers need of it, for a tile that starts `rows` queries further.
 __device__ __forceinline__ void publish(entry_t& to, const entry_t& from, int rows) {
-  to.band = shifted(from.band, rows, 0);
+  to.bounds = shifted(from.bounds, rows, 0);
   if constexpr (kHasAlibi) {
     to.diagonal = from.diagonal + rows;
     to.slope = from.slope;
@@ -132,9 +136,9 @@ __device__ __forceinline__ void publish(entry_t& to, const entry_t& from, int ro
 }
 
 // Whether positions hide any of 64 keys from any of 64 queries.
-__device__ __forceinline__ bool hides_some(const mask_bounds_t& band) {
-  return band.low > 1 - 64 || band.high < 64 || band.num_queries < 64 ||
-         band.num_keys < 64;
+__device__ __forceinline__ bool hides_some(const mask_bounds_t& bounds) {
+  return bounds.low > 1 - 64 || bounds.high < 64 || bounds.num_queries < 64 ||
+         bounds.num_keys < 64;
 }
 
 // --- key terms: bias log2(e), or -inf where the mask hides a key
@@ -422,11 +426,11 @@ __device__ __forceinline__ void add_terms(
 }
 template <bool kKeysAreRows>
 __device__ __forceinline__ void mask(const fragment_t<kKeysAreRows>& fragment,
-                                     float (&s)[kScores], const mask_bounds_t& band) {
-  if (hides_some(band)) {
+                                     float (&s)[kScores], const mask_bounds_t& bounds) {
+  if (hides_some(bounds)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      if (!band.sees(fragment.query(e), fragment.key(e))) s[e] = -infinity<float>();
+      if (!bounds.sees(fragment.query(e), fragment.key(e))) s[e] = -infinity<float>();
     }
   }
 }

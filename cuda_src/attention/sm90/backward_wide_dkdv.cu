@@ -197,7 +197,7 @@ struct producer_t {
     const grads_t& grads = args.grads;
     tile_info_t& info = shared.tile_infos[at.place];
     info.num_steps = -1;
-    if (number >= inputs.num_items) return;
+    if (number >= inputs.num_work_tiles) return;
     const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
     const auto kept = locate(grads.kept, tile.kept);
     const int key_first = tile.tile * kBlockN;
@@ -210,15 +210,15 @@ struct producer_t {
     if constexpr (kBounds > 0) {
       // Entries that are summed see the same keys.
       const tile_coord_t entry =
-          kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
+          kBoundsPerEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
       const scores_t scores = args.score.scores_of(entry);
       const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
       block_first = static_cast<int>(queries.first) / kBlockM;
       block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
       if (queries.first >= queries.last) block_last = block_first;
-      const mask_bounds_t band = scores.mask_bounds(0, key_first);
-      info.low = band.low;
-      info.high = band.high;
+      const mask_bounds_t bounds = scores.mask_bounds(0, key_first);
+      info.low = bounds.low;
+      info.high = bounds.high;
     }
     info.block_first = block_first;
     info.block_last = block_last;
@@ -480,9 +480,9 @@ struct consumer_t {
   }
   __device__ __forceinline__ void store(elem_t* target, index_t row_step, float factor,
                                         int dim) const {
-    const float odd =
+    const float nonfinite =
         store_rows(sums, factor, target, row_step, fragment.row, info().num_keys, dim);
-    if (odd != 0) args.found->odd = 1;
+    if (nonfinite != 0) args.found->nonfinite = 1;
   }
 };
 
@@ -587,7 +587,7 @@ struct dv_consumer_t : consumer_t {
 
   // With a derivative, P goes to p, and s becomes the factor of dP - delta.
   __device__ __forceinline__ void softmax_of_terms() {
-    const mask_bounds_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
+    const mask_bounds_t bounds = shifted(shared.entries[at.q.stage].bounds, 0, 0);
     float derivatives[kDerivatives];
     const params_t& params = args.score.params;
     add_terms(fragment, s, derivatives, args.inputs, params, functions, rest,
@@ -597,7 +597,7 @@ struct dv_consumer_t : consumer_t {
       if (place.is_mixed) hide_keys(fragment, s, place, params);
     }
     release_q();
-    ::mask(fragment, s, band);
+    ::mask(fragment, s, bounds);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = ptx::ex2_approx_ftz(s[e]);
     if constexpr (kHasChain) {

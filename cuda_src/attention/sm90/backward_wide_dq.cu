@@ -194,7 +194,7 @@ struct producer_t {
     const grads_t& grads = args.grads;
     tile_info_t& info = this->info();
     info.tile_last = -1;
-    if (number >= inputs.num_items) return;
+    if (number >= inputs.num_work_tiles) return;
     const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
     // Last tiles first: with causal masks they are longest.
     const int row_first = (inputs.num_tiles - 1 - tile.tile) * kTileM;
@@ -202,16 +202,16 @@ struct producer_t {
     int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
     if constexpr (kBounds > 0) {
       const tile_coord_t entry =
-          kBandOfEntry ? grads.entry(params, locate(grads.kept, tile.kept).of[0], 0)
-                       : tile_coord_t();
+          kBoundsPerEntry ? grads.entry(params, locate(grads.kept, tile.kept).of[0], 0)
+                          : tile_coord_t();
       const scores_t scores = args.score.scores_of(entry);
       const range_t keys = scores.keys_of(row_first, row_first + kTileM);
       tile_first = static_cast<int>(keys.first) / kBlockN;
       tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
       if (keys.first >= keys.last) tile_last = tile_first;
-      const mask_bounds_t band = scores.mask_bounds(row_first, 0);
-      info.low = band.low;
-      info.high = band.high;
+      const mask_bounds_t bounds = scores.mask_bounds(row_first, 0);
+      info.low = bounds.low;
+      info.high = bounds.high;
     }
     info.row_first = row_first;
     info.tile_first = tile_first;
@@ -470,8 +470,8 @@ struct consumer_t {
   __device__ __forceinline__ void softmax(int tile, bool is_mixed) {
     const all_inputs_t& inputs = args.inputs;
     if constexpr (kHasOptions) {
-      const mask_bounds_t band =
-          shifted(shared.entries[at.place].band, group * 64, tile * kBlockN);
+      const mask_bounds_t bounds =
+          shifted(shared.entries[at.place].bounds, group * 64, tile * kBlockN);
       float derivatives[kDerivatives];
       const params_t& params = args.score.params;
       add_terms(fragment, s, derivatives, inputs, params, functions, rest,
@@ -479,7 +479,7 @@ struct consumer_t {
       if constexpr (kHasMaskFunction) {
         if (is_mixed) hide_keys(fragment, s, place_of(tile), params);
       }
-      mask(fragment, s, band);
+      mask(fragment, s, bounds);
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {
         s[e] = ptx::ex2_approx_ftz(s[e]);
@@ -564,12 +564,12 @@ struct consumer_t {
 
   __device__ __forceinline__ void store() const {
     const params_t& params = args.score.params;
-    const float odd =
+    const float nonfinite =
         store_rows(sums, unfactor_of(factor, static_cast<float>(params.scale)),
                    args.dq + info().dq, args.grads.row[0], group * 64 + fragment.row,
                    static_cast<int>(params.seqlen_q) - info().row_first,
                    static_cast<int>(params.head_dim));
-    if (odd != 0) args.found->odd = 1;
+    if (nonfinite != 0) args.found->nonfinite = 1;
   }
 
   __device__ __forceinline__ void consume() {

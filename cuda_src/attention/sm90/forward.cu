@@ -9,7 +9,7 @@
 //            of one head. Blocks take work tiles from a counter where these differ in
 //            length, otherwise in a fixed stride.
 // Threads    One thread of warpgroup 0 issues the TMA loads; each other warpgroup
-//            computes 64 queries. With kTakeTurns their products alternate (pingpong).
+//            computes 64 queries. With kPingpong their products alternate (pingpong).
 // Tiles      q     kGroupM x kHeadDim per warpgroup  shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)    shared, kStages of each
 //            s, p, o  registers, in the layout of wgmma
@@ -31,11 +31,12 @@
 // setmaxnreg redistributes the registers of the block, 65536 / kNumThreads per thread.
 // Lengths and score options cost the producer registers: it computes which tiles of
 // keys a work tile needs.
-constexpr int kProducerRegisters = kNumGroups == 4                                 ? 32
-                                   : kNumGroups == 3 && (kBandOfItem || kHasTerms) ? 56
-                                   : kNumGroups == 3                               ? 32
-                                   : kBandOfItem && kHasTerms                      ? 56
-                                                                                   : 40;
+constexpr int kProducerRegisters = kNumGroups == 4 ? 32
+                                   : kNumGroups == 3 && (kBoundsPerTile || kHasTerms)
+                                       ? 56
+                                   : kNumGroups == 3             ? 32
+                                   : kBoundsPerTile && kHasTerms ? 56
+                                                                 : 40;
 constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters) / 2
                                    : kNumGroups == 3 ? (512 - kProducerRegisters) / 3
                                                      : 112;
@@ -100,14 +101,14 @@ struct alignas(64) inputs_t {
 };
 
 // Output of the combined splits.
-#ifdef MERGE
-#define MERGED_PARAMETERS                                                \
-  elem_t* __restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
-      float* __restrict__ merged_lse,
-#define MERGED_ARGUMENTS merged, merged_lse
+#ifdef COMBINE
+#define COMBINED_PARAMETERS                                                \
+  elem_t* __restrict__ combined, /* (batch, heads, queries, head_dim_v) */ \
+      float* __restrict__ combined_lse,
+#define COMBINED_ARGUMENTS combined, combined_lse
 #else
-#define MERGED_PARAMETERS
-#define MERGED_ARGUMENTS nullptr, nullptr
+#define COMBINED_PARAMETERS
+#define COMBINED_ARGUMENTS nullptr, nullptr
 #endif
 // Which tiles of keys a mask function leaves visible (score/tile_lists.cu).
 #if MASK_FUNCTION
@@ -125,8 +126,8 @@ struct arguments_t {
   out_t* out;
   lse_t* lse;
   counter_t* counter;
-  elem_t* merged;
-  float* merged_lse;
+  elem_t* combined;
+  float* combined_lse;
   tile_lists_t tile_lists;
   score_arguments_t score;
 
@@ -137,10 +138,10 @@ struct arguments_t {
   // The tiles of keys of a work tile: those its queries see by their position, or a
   // range of entries in its list.
   __device__ __forceinline__ tiles_t tiles_of(const tile_coord_t& at,
-                                              const mask_bounds_t& band, int row_first,
-                                              int row_last) const {
+                                              const mask_bounds_t& bounds,
+                                              int row_first, int row_last) const {
     if constexpr (kListsTiles) return {0, num_listed(list_of(at))};
-    return ::tiles_of(band, row_first, row_last, params().seqlen_k);
+    return ::tiles_of(bounds, row_first, row_last, params().seqlen_k);
   }
   __device__ __forceinline__ const unsigned* list_of(const tile_coord_t& at) const {
     return tile_lists.of(at, params().num_heads);
@@ -243,7 +244,7 @@ struct producer_t {
     wait(smem.tile_ring.empty_at(slot), (num_done >> 1 & 1) ^ 1);
     if constexpr (kHidesSome) {
       unsigned done = num_done == 0 ? 0 : num_done - 1;
-      if (number >= args.schedule().num_items &&
+      if (number >= args.schedule().num_work_tiles &&
           num_done > 0) {  // this was the last one
         wait(smem.tile_ring.empty_at(slot ^ 1), done >> 1 & 1);
         done = num_done;
@@ -253,24 +254,24 @@ struct producer_t {
       if (again >= 0) number = again | kCareful;
       orders.again[num_done % kRemembered] = -1;
     }
-    shared.tile_infos[slot].item = number;
+    shared.tile_infos[slot].work_tile = number;
     return number;
   }
   __device__ __forceinline__ void publish(const tile_coord_t& at, int number,
                                           int row_first, int row_last) const {
     volatile tile_info_t& info = this->info();
     info.put(at);
-    if (number < args.schedule().num_items) {
-      if (kBandOfItem) info.put(args.score.scores_of(at).mask_bounds(0, 0));
-      info.put(share_of(args.tiles_of(at, info.seen(), row_first, row_last), number,
+    if (number < args.schedule().num_work_tiles) {
+      if (kBoundsPerTile) info.put(args.score.scores_of(at).mask_bounds(0, 0));
+      info.put(split_of(args.tiles_of(at, info.seen(), row_first, row_last), number,
                         args.schedule()));
     }
     ptx::mbarrier_arrive(smem.tile_ring.full_at(num_done & 1));
   }
 
   // With two batch axes the coordinates do not fit into registers.
-  __device__ __forceinline__ tile_coord_t place(const tile_coord_t& at) const {
-    if constexpr (kDynamic && kBatchDims > 1) return info().place();
+  __device__ __forceinline__ tile_coord_t coord(const tile_coord_t& at) const {
+    if constexpr (kDynamic && kBatchDims > 1) return info().coord();
     return at;
   }
   // Loads tile `number` of k, counted over all work tiles; it starts at key `first`.
@@ -278,7 +279,7 @@ struct producer_t {
                                          int first) const {
     const unsigned stage = stage_of(number);
     wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
-    const tile_coord_t from = place(at);
+    const tile_coord_t from = coord(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().k);
     load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
@@ -286,7 +287,7 @@ struct producer_t {
         coordinate(from.kv_head, args.params().k.head), batch);
   }
   __device__ __forceinline__ void load_q(const tile_coord_t& at, int row_block) const {
-    const tile_coord_t from = place(at);
+    const tile_coord_t from = coord(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().q);
     for (int g = 0; g < kNumGroups; ++g) {
@@ -317,10 +318,10 @@ struct producer_t {
       if (orders.count == 0) ptx::barrier_arrive<kScrubbers + kWarpSize>(kWakeBarrier);
       orders.count = orders.count + 1;
       orders.stage[slot] = stage;
-      orders.item[slot] = num_done;
+      orders.work_tile[slot] = num_done;
       arrival = smem.landed + slot * ring_t::kBytes;
     }
-    const tile_coord_t from = place(at);
+    const tile_coord_t from = coord(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().v);
     load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
@@ -333,7 +334,7 @@ struct producer_t {
   __device__ __forceinline__ void load_listed(const tile_coord_t& at,
                                               const tiles_t& places,
                                               int row_block) const {
-    const unsigned* const list = args.list_of(place(at));
+    const unsigned* const list = args.list_of(coord(at));
     listed_tile_t now = listed_tile(list, places.last - 1), before = now;
     const int count = places.last - places.first;
     for (int n = 0; n <= count; ++n) {
@@ -355,14 +356,15 @@ struct producer_t {
     }
   }
 
-  __device__ __forceinline__ void produce(const tile_coord_t& first_place) {
+  __device__ __forceinline__ void produce(const tile_coord_t& first_coord) {
     volatile orders_t& orders = shared.orders;
     const schedule_t& schedule = args.schedule();
     const params_t& params = args.params();
     orders.next = blockIdx.x;
-    if constexpr (kDynamic && !kBandOfItem) {
-      const mask_bounds_t band = args.score.scores_of(tile_coord_t()).mask_bounds(0, 0);
-      for (int n = 0; n < 2; ++n) shared.tile_infos[n].put(band);
+    if constexpr (kDynamic && !kBoundsPerTile) {
+      const mask_bounds_t bounds =
+          args.score.scores_of(tile_coord_t()).mask_bounds(0, 0);
+      for (int n = 0; n < 2; ++n) shared.tile_infos[n].put(bounds);
     }
     while (true) {
       int number = orders.next;
@@ -370,13 +372,13 @@ struct producer_t {
       const bool careful = number >= kCareful;
       if (careful) number -= kCareful;
       const tile_coord_t at = kFindsFirst && num_done == 0
-                                  ? first_place
-                                  : place_of(number, schedule, params);
+                                  ? first_coord
+                                  : coord_of(number, schedule, params);
       const int row_block = first_row(at, schedule);
       const int row_first = max(row_block, 0);
       const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
       if constexpr (kDynamic) publish(at, number, row_first, row_last);
-      if (number >= schedule.num_items) break;
+      if (number >= schedule.num_work_tiles) break;
       int next = number;
       if (kDynamic && !careful) next = atomicAdd(&args.counter->next, 1);
       if (kHidesSome && orders.careful) {
@@ -386,8 +388,8 @@ struct producer_t {
         orders.whole_last = whole.last;
       }
       const tiles_t tiles =
-          kDynamic ? info().share().tiles
-                   : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
+          kDynamic ? info().split().tiles
+                   : split_of(tiles_of({}, row_first, row_last, params.seqlen_k),
                               number, schedule)
                          .tiles;
       const int count = tiles.last - tiles.first;
@@ -443,9 +445,10 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
   [[maybe_unused]] const inverse_t inverse_scale(params.scale);
   unsigned num_tiles = 0, num_done = 0;
   wait(smem.tile_ring.full_at(0), 0);
-  while ((tile_infos[num_done & 1].item & ~kCareful) < args.schedule().num_items) {
-    const tile_coord_t at = tile_infos[num_done & 1].place();
-    const tiles_t tiles = tile_infos[num_done & 1].share().tiles;
+  while ((tile_infos[num_done & 1].work_tile & ~kCareful) <
+         args.schedule().num_work_tiles) {
+    const tile_coord_t at = tile_infos[num_done & 1].coord();
+    const tiles_t tiles = tile_infos[num_done & 1].split().tiles;
     const scores_t scores = args.score.scores_of(at);
     auto first_key = [&](int tile) {
       if constexpr (kListsTiles) tile = listed_tile(args.list_of(at), tile).tile();
@@ -495,7 +498,7 @@ __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t&
     if (changed) ptx::fence_proxy_async();
     const bool any_changed = ptx::bar_or<kScrubbers>(kScrubBarrier, changed);
     if (thread == 0) {
-      const int number = orders.item[slot];
+      const int number = orders.work_tile[slot];
       if (any_changed) orders.special[number & 1] = number;
       ptx::mbarrier_arrive(smem.v_ring.full_at(stage));
     }
@@ -518,12 +521,12 @@ __device__ __forceinline__ int opaque(int x) {
 // A work tile from the point of view of one warpgroup.
 struct work_t {
   tile_coord_t at;
-  mask_bounds_t band;
+  mask_bounds_t bounds;
   scores_t scores;
   int i[2];  // query indices of this thread's two rows
   score_rows_t rows;
   function_rows_t functions;
-  share_t share;
+  split_t split;
   tiles_t tiles;
   int count;  // of tiles of keys
   int num_rows, row_block, row_group;
@@ -538,28 +541,28 @@ struct work_t {
   __device__ __forceinline__ work_t(const arguments_t& args,
                                     const volatile tile_info_t& info, int number,
                                     int group, int lane)
-      : at(kDynamic ? info.place() : place_of(number, args.schedule(), args.params())),
-        band(kDynamic ? info.seen() : mask_bounds_t{}),
+      : at(kDynamic ? info.coord() : coord_of(number, args.schedule(), args.params())),
+        bounds(kDynamic ? info.seen() : mask_bounds_t{}),
         scores(args.score.scores_of(at)) {
     const int seqlen_k = args.params().seqlen_k;
     find_rows(args, at, group, lane);
     const int row_group_last = min(row_group + kGroupM, num_rows);
-    share = kDynamic ? info.share()
-                     : share_of(tiles_of(band, row_block, row_block, seqlen_k), number,
-                                args.schedule());
-    tiles = share.tiles;
+    split = kDynamic ? info.split()
+                     : split_of(tiles_of(bounds, row_block, row_block, seqlen_k),
+                                number, args.schedule());
+    tiles = split.tiles;
     count = opaque(tiles.last - tiles.first);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (kDynamic) {
         const int i = query_of(row_thread + 8 * r);
-        const tiles_t keys = keys_of(band, i, i + 1);
+        const tiles_t keys = keys_of(bounds, i, i + 1);
         first[r] = keys.first - lane % 4 * 2;
         last[r] = keys.last - lane % 4 * 2;
       } else {
         last[r] = seqlen_k - lane % 4 * 2;
       }
-      if (kSplit && share.empty) last[r] = 0;
+      if (kSplit && split.empty) last[r] = 0;
     }
     i[0] = query_of(min(row_thread, num_rows - 1));
     i[1] = query_of(min(row_thread + 8, num_rows - 1));
@@ -567,17 +570,17 @@ struct work_t {
     functions.set<true, false>(args.score, scores, i);
     whole_end = count;
     if constexpr (kBounds > 0 && !kListsTiles) {
-      const tiles_t own = tiles_of(band, row_group, row_group_last, seqlen_k);
+      const tiles_t own = tiles_of(bounds, row_group, row_group_last, seqlen_k);
       skipped = tiles.last - max(own.last, tiles.first + 1);
       skipped = opaque(max(skipped, 0));
       const int i_first = query_of(row_group);
-      const int whole_last = keys_of(band, i_first, i_first + 1).last / kBlockN;
+      const int whole_last = keys_of(bounds, i_first, i_first + 1).last / kBlockN;
       masked_end = min(count, tiles.last - whole_last);
       if constexpr (kBounds == 2) {
         const int i_last = query_of(row_group_last - 1);
         const int whole_first =
-            (keys_of(band, i_last, i_last + 1).first + kBlockN - 1) / kBlockN;
-        whole_end = i_last < band.num_queries ? tiles.last - whole_first : 0;
+            (keys_of(bounds, i_last, i_last + 1).first + kBlockN - 1) / kBlockN;
+        whole_end = i_last < bounds.num_queries ? tiles.last - whole_first : 0;
         whole_end = min(count, whole_end);
       }
     }
@@ -624,15 +627,15 @@ struct consumer_t {
                 : kHasTerms ? float(kLog2e)
                             : args.inputs.to_log2) {
     // Named barrier 1 + w lets warpgroup w issue its products; warpgroup 0 starts.
-    if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
+    if (kPingpong && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
   }
 
   // --- pingpong: the warpgroups issue their products alternately
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (kTakeTurns) ptx::bar_sync<256>(1 + w);
+  __device__ __forceinline__ void pingpong_wait() const {
+    if constexpr (kPingpong) ptx::bar_sync<256>(1 + w);
   }
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kTakeTurns) {
+  __device__ __forceinline__ void pingpong_arrive() const {
+    if constexpr (kPingpong) {
       ptx::bar_arrive<256>(1 + (w + 1 == kNumGroups ? 0 : w + 1));
     }
   }
@@ -641,7 +644,7 @@ struct consumer_t {
   __device__ __forceinline__ int next_tile(int number) const {
     if constexpr (!kDynamic) return static_cast<int>(number + gridDim.x);
     wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
-    return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].item, 0);
+    return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].work_tile, 0);
   }
   // Row index in lse, and in out where the keys are split.
   __device__ __forceinline__ index_t row_number(const tile_coord_t& at, int row,
@@ -669,10 +672,10 @@ struct consumer_t {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       wait(smem.k_ring.full_at(stage), parity_of(number));
       if (elected) ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
-      // Before take_turn(): the warpgroup ahead may wait for this stage to be free.
+      // Before pingpong_wait(): the warpgroup ahead may wait for this stage to be free.
       if (n >= kLateV) skip_v(n - kLateV);
-      take_turn();
-      pass_turn();
+      pingpong_wait();
+      pingpong_arrive();
       if constexpr (kHasKeyRing) {
         wait(smem.key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
         if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(number % kKeySlots));
@@ -746,7 +749,7 @@ struct consumer_t {
       }
     }
     if constexpr (kHasMaskFunction) {
-      const tile_coord_t at = shared.tile_infos[num_done & 1].place();
+      const tile_coord_t at = shared.tile_infos[num_done & 1].coord();
       hide_keys(s, args.score, at, work.i, j0 + lane % 4 * 2);
     }
   }
@@ -794,11 +797,11 @@ struct consumer_t {
     const unsigned before = number - 1, stage_v = stage_of(before);
     wait(smem.k_ring.full_at(stage), parity_of(number));
     const bool late = begin_scores(n);
-    take_turn();
+    pingpong_wait();
     start_qk(stage);
     wait(smem.v_ring.full_at(stage_v), parity_of(before));
     start_pv(stage_v, n > work.skipped + 1);
-    pass_turn();
+    pingpong_arrive();
     load_key_bias(stage);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
@@ -871,8 +874,8 @@ struct consumer_t {
     __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     if (n > 0) {
-      take_turn();
-      pass_turn();
+      pingpong_wait();
+      pingpong_arrive();
     }
     end_before(n - 1, is_pending);
   }
@@ -881,9 +884,9 @@ struct consumer_t {
                                              listed_tile_t listed) {
     const unsigned stage = stage_of(num_tiles + n);
     const bool late = begin_scores(n);
-    if (n > 0) take_turn();
+    if (n > 0) pingpong_wait();
     start_qk(stage);
-    if (n > 0) pass_turn();
+    if (n > 0) pingpong_arrive();
     load_key_bias(stage);
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
@@ -903,11 +906,11 @@ struct consumer_t {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     const unsigned before = number - 1, stage_v = stage_of(before);
     const bool late = begin_scores(n);
-    take_turn();
+    pingpong_wait();
     start_qk(stage);
     wait(smem.v_ring.full_at(stage_v), parity_of(before));
     start_pv(stage_v, true);
-    pass_turn();
+    pingpong_arrive();
     load_key_bias(stage);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
@@ -979,7 +982,7 @@ struct consumer_t {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_r = work.row_thread + 8 * r, i = query_of(row_r);
-      const bool is_query = kDynamic ? i < shared.tile_infos[slot].band.num_queries
+      const bool is_query = kDynamic ? i < shared.tile_infos[slot].bounds.num_queries
                                      : i < static_cast<int>(args.params().seqlen_q);
       seen[r] = is_query && row.l[r] != 0;
       inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
@@ -1008,12 +1011,13 @@ struct consumer_t {
     }
   }
 
-  // Stores o / l of one split as floats. `odd` becomes nonzero if any is not finite.
+  // Stores o / l of one split as floats. `nonfinite` becomes nonzero if any is not
+  // finite.
   __device__ __forceinline__ void store_part(const work_t& work,
                                              const tile_coord_t& here, int tile,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
-                                             unsigned (&odd)[2]) const {
+                                             unsigned (&nonfinite)[2]) const {
     const params_t& params = args.params();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -1027,7 +1031,7 @@ struct consumer_t {
           const float2 pair =
               seen[r] ? make_float2(o[e] * inverse[r], o[e + 1] * inverse[r])
                       : make_float2(0, 0);
-          odd[r] |= !(is_finite(pair.x) & is_finite(pair.y));
+          nonfinite[r] |= !(is_finite(pair.x) & is_finite(pair.y));
           if (column < params.head_dim_v) {
             *reinterpret_cast<float2*>(out_row + column) = pair;
           }
@@ -1041,7 +1045,7 @@ struct consumer_t {
                                              const tile_coord_t& here,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
-                                             unsigned (&odd)[2]) const {
+                                             unsigned (&nonfinite)[2]) const {
     const params_t& params = args.params();
     const int num_rows = work.num_rows, row_thread = work.row_thread;
     elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(args.out), params.out);
@@ -1056,7 +1060,7 @@ struct consumer_t {
     auto word_of = [&](int e, int r) {
       const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
       const unsigned shown = seen[r] ? word : 0;
-      if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
+      if constexpr (kHidesSome) nonfinite[r] = pair16_t::fma(shown, 0, nonfinite[r]);
       return shown;
     };
     if constexpr (kStagesOut) {
@@ -1101,15 +1105,15 @@ struct consumer_t {
   // Hidden keys may have contributed 0 * NaN. Requests that the work tile is recomputed
   // with scrubbed values or, if this was that second pass, adds what was scrubbed.
   __device__ __forceinline__ void repair(const work_t& work, const softmax_t& row,
-                                         const tile_coord_t& here, int item,
-                                         const unsigned (&odd)[2]) const {
+                                         const tile_coord_t& here, int work_tile,
+                                         const unsigned (&nonfinite)[2]) const {
     const int number = static_cast<int>(num_done) - 1;
     bool again = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) again |= odd[r] != 0 && is_finite(row.l[r]);
+    for (int r = 0; r < 2; ++r) again |= nonfinite[r] != 0 && is_finite(row.l[r]);
     bool special = false;
-    if (item < kCareful) {
-      if (again) shared.orders.again[number % kRemembered] = item;
+    if (work_tile < kCareful) {
+      if (again) shared.orders.again[number % kRemembered] = work_tile;
     } else {
       special = shared.orders.special[number & 1] == number;
     }
@@ -1120,8 +1124,8 @@ struct consumer_t {
       // loop over tiles and spends registers on it.
       const score_arguments_t score = kHasSoftcap ? args.score.reloaded() : args.score;
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
-                   score.scores_of(here), info.seen(), score.params, info.share().tiles,
-                   kListsTiles ? args.list_of(here) : nullptr, item & ~kCareful,
+                   score.scores_of(here), info.seen(), score.params, info.split().tiles,
+                   kListsTiles ? args.list_of(here) : nullptr, work_tile & ~kCareful,
                    [this](const tile_coord_t& at, int row, int tile) {
                      return row_number(at, row, tile);
                    });
@@ -1130,46 +1134,46 @@ struct consumer_t {
 
   // The block that finishes the last split of a tile combines all of them.
   __device__ __forceinline__ void combine(const work_t& work, const tile_coord_t& here,
-                                          int item) const {
+                                          int work_tile) const {
     const params_t& params = args.params();
     const schedule_t& schedule = args.schedule();
     const int number = static_cast<int>(num_done) - 1;
     __threadfence();
-    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // this split is in memory
+    ptx::bar_sync<128 * kNumGroups>(kCombineBarrier);  // this split is in memory
     if (threadIdx.x == 128) {
-      const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
+      const int number_of_tile = unsigned(work_tile & ~kCareful) / schedule.num_splits;
       int* const arrived = args.counter->arrived() + number_of_tile;
       // A split that will be recomputed does not count yet.
-      const bool again = kHidesSome && item < kCareful &&
+      const bool again = kHidesSome && work_tile < kCareful &&
                          shared.orders.again[number % kRemembered] >= 0;
       const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
       if (last) *arrived = 0;  // reset for the next launch
       shared.is_last_part = last;
       __threadfence();
     }
-    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
+    ptx::bar_sync<128 * kNumGroups>(kCombineBarrier);
     if (shared.is_last_part) {
       const scores_t finished = args.score.scores_of(here);
 #pragma unroll 1
       for (int row = max(work.row_block, 0) + int(threadIdx.x - 128) / kWarpSize;
            row < min(work.row_block + kBlockM, work.num_rows); row += 4 * kNumGroups) {
         const int i = query_of(row);
-        merge_row(reinterpret_cast<const float*>(args.out),
-                  reinterpret_cast<const double*>(args.lse),
-                  here.at(args.merged, params.out) + i * params.out.row +
-                      row % kPack * params.out.head,
-                  args.merged_lse,
-                  (here.row_of_heads + row % kPack) * params.seqlen_q + i,
-                  static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
-                  schedule.num_splits,
-                  finished.is_query(i) ? finished.sink(i) : -infinity<float>(), params);
+        combine_row(
+            reinterpret_cast<const float*>(args.out),
+            reinterpret_cast<const double*>(args.lse),
+            here.at(args.combined, params.out) + i * params.out.row +
+                row % kPack * params.out.head,
+            args.combined_lse, (here.row_of_heads + row % kPack) * params.seqlen_q + i,
+            static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
+            schedule.num_splits,
+            finished.is_query(i) ? finished.sink(i) : -infinity<float>(), params);
       }
     }
   }
 
   // Last product with v, overlapped with the row sums; then out and lse.
-  __device__ __forceinline__ void store(work_t& work, softmax_t& row, int item) {
-    const int tile = item & ~kCareful;
+  __device__ __forceinline__ void store(work_t& work, softmax_t& row, int work_tile) {
+    const int tile = work_tile & ~kCareful;
     const unsigned last_number = num_tiles + work.count - 1,
                    last_stage = stage_of(last_number);
     if constexpr (!kListsTiles) {
@@ -1188,7 +1192,7 @@ struct consumer_t {
     // loop. A single warpgroup keeps its rows.
     const int number = static_cast<int>(num_done) - 1;
     const tile_coord_t here =
-        kDynamic ? shared.tile_infos[number & 1].place() : work.at;
+        kDynamic ? shared.tile_infos[number & 1].coord() : work.at;
     if constexpr (kDynamic && kNumGroups > 1) work.find_rows(args, here, w, lane);
     float inverse[2];
     bool seen[2];
@@ -1199,14 +1203,14 @@ struct consumer_t {
       if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
     }
 
-    unsigned odd[2] = {};  // nonzero if a result is not finite
+    unsigned nonfinite[2] = {};  // nonzero if a result is not finite
     if constexpr (kSplit) {
-      store_part(work, here, tile, inverse, seen, odd);
+      store_part(work, here, tile, inverse, seen, nonfinite);
     } else {
-      store_rows(work, here, inverse, seen, odd);
+      store_rows(work, here, inverse, seen, nonfinite);
     }
-    if constexpr (kHidesSome) repair(work, row, here, item, odd);
-    if constexpr (kMerge) combine(work, here, item);
+    if constexpr (kHidesSome) repair(work, row, here, work_tile, nonfinite);
+    if constexpr (kCombine) combine(work, here, work_tile);
     if constexpr (kDynamic) {
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(smem.tile_ring.empty_at(number & 1));
@@ -1215,9 +1219,9 @@ struct consumer_t {
 
   // No break or return here: with them ptxas ignores the registers of setmaxnreg.
   __device__ __forceinline__ void consume() {
-    int item = kDynamic ? next_tile(0) : blockIdx.x;
-    while ((item & ~kCareful) < args.schedule().num_items) {
-      work_t work(args, shared.tile_infos[num_done & 1], item, w, lane);
+    int work_tile = kDynamic ? next_tile(0) : blockIdx.x;
+    while ((work_tile & ~kCareful) < args.schedule().num_work_tiles) {
+      work_t work(args, shared.tile_infos[num_done & 1], work_tile, w, lane);
       if constexpr (kBounds > 0 && !kListsTiles) skip(work.skipped);
       softmax_t row(to_log2);
       if constexpr (kListsTiles) {
@@ -1225,8 +1229,8 @@ struct consumer_t {
       } else {
         attend(work, row);
       }
-      store(work, row, item);
-      item = next_tile(item);
+      store(work, row, work_tile);
+      work_tile = next_tile(work_tile);
     }
   }
 };
@@ -1236,7 +1240,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                      out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
                      lse_t* __restrict__ lse,  // (batch, heads, queries), or null
                      counter_t* __restrict__ counter,
-                     MERGED_PARAMETERS LISTS_PARAMETER SCORE_PARAMETERS) {
+                     COMBINED_PARAMETERS LISTS_PARAMETER SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[kBarriers];
   __shared__ tile_info_t tile_infos[2];
@@ -1245,7 +1249,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ unsigned listed[kListsTiles ? kStages : 1];
   __shared__ bool is_last_part;
   const arguments_t args = {
-      inputs, out, lse, counter, MERGED_ARGUMENTS, LISTS_ARGUMENT, {SCORE_ARGUMENTS}};
+      inputs, out, lse, counter, COMBINED_ARGUMENTS, LISTS_ARGUMENT, {SCORE_ARGUMENTS}};
   const shared_t shared = {tile_infos, orders, key_terms, listed, is_last_part, tiles};
   const addresses_t smem(tiles, barriers);
 
@@ -1256,9 +1260,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   // The producer finds its first work tile while another warp initializes the barriers.
-  tile_coord_t first_place;
+  tile_coord_t first_coord;
   if (kFindsFirst && threadIdx.x == 0) {
-    first_place = place_of(blockIdx.x, inputs.schedule, params);
+    first_coord = coord_of(blockIdx.x, inputs.schedule, params);
   }
   if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) smem.init_barriers(shared.orders);
   __syncthreads();  // the barriers are initialized
@@ -1266,7 +1270,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (group == 0) {
     if constexpr (kNumGroups > 1) ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) {
-      producer_t{args, shared, smem}.produce(first_place);
+      producer_t{args, shared, smem}.produce(first_coord);
     } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
       read_key_terms(args, shared, smem);
     } else if (kHidesSome && threadIdx.x >= 128 - kScrubbers) {

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
     const double* __restrict__ lses,  // (parts, rows)
     elem_t* __restrict__ out,         // (batch, heads, queries, head_dim_v)
     float* __restrict__ lse,          // (batch, heads, queries), or null
-    const long long num_parts, const __grid_constant__ params_t params) {
+    const long long num_splits, const __grid_constant__ params_t params) {
   __shared__ float4 sums[kNumWarps][kMaxColumns / 4];
   const index_t row = block_index();
   const index_t num_rows = params.batch_size * params.num_heads * params.seqlen_q;
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
   const int num_vectors = static_cast<int>(params.head_dim_v) / 4;
 
   double m = -infinity<double>();
-  for (int part = lane; part < num_parts; part += 32) {
+  for (int part = lane; part < num_splits; part += 32) {
     const double x = lses[part * num_rows + row];
     m = x > m ? x : m;  // NaN enters through its weight instead
   }
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
     m = x > m ? x : m;
   }
   float l = 0;
-  for (int part = 0; part < num_parts; ++part) {
+  for (int part = 0; part < num_splits; ++part) {
     const double x = lses[part * num_rows + row];
     l += x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - m));
   }
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
   for (int vector = lane; vector < num_vectors; vector += 32) {
     float4 sum = {};
 #pragma unroll 4
-    for (int part = warp; part < num_parts; part += kNumWarps) {
+    for (int part = warp; part < num_splits; part += kNumWarps) {
       const index_t number = part * num_rows + row;
       const double x = lses[number];
       const float4 y =

@@ -299,13 +299,13 @@ struct softmax_t {
 // hidden keys. Every score passes through here before the softmax.
 __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& scores,
                                           index_t i0, index_t j0) {
-  const mask_bounds_t band = scores.mask_bounds(i0, j0);
-  const bool sees_all = band.sees_all(kBlockM, kBlockN);
+  const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
+  const bool sees_all = bounds.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
   auto finish = [&](float& x, int n) {
     const int i = row() + n / 2 % 2 * 8;
     const int j = side() * kKeys + n / 4 * 8 + column() + n % 2;
-    if (!sees_all && !band.sees(i, j)) {
+    if (!sees_all && !bounds.sees(i, j)) {
       x = -infinity<float>();
     } else if constexpr (kHasTerms) {
       x = scores(x, i0 + i, j0 + j);
@@ -653,10 +653,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     for (int r = 0; r < kRows; ++r) rows.l[r] += across.other(r);
     if (careful) break;
     // Hidden keys may have contributed 0 * NaN.
-    float odd = 0;
+    float nonfinite = 0;
 #pragma unroll
-    for (int n = 0; n < kOutputs; ++n) odd = fmaf(o[n], 0, odd);
-    if (!__syncthreads_or(odd != 0)) break;
+    for (int n = 0; n < kOutputs; ++n) nonfinite = fmaf(o[n], 0, nonfinite);
+    if (!__syncthreads_or(nonfinite != 0)) break;
   }
 
   // Recomputed, because it did not fit into registers during the loop.

@@ -29,7 +29,7 @@ struct orders_t {
   // work tile within this block. At most kStages tiles of v are still to be multiplied
   // when the next one is loaded, so twice as many slots need no further
   // synchronization.
-  int stage[kOrders], item[kOrders];
+  int stage[kOrders], work_tile[kOrders];
   // By index % 2, the last work tile with nonfinite values. Two entries suffice because
   // work tile n + 2 begins after n is finished.
   int special[2];
@@ -44,14 +44,15 @@ struct orders_t {
   int whole_first, whole_last, next;
 };
 
-// For the producer: the next work tile to recompute among the first `num_items`, or -1.
+// For the producer: the next work tile to recompute among the first `num_work_tiles`,
+// or -1.
 __device__ __forceinline__ int find_again(volatile orders_t& orders,
-                                          unsigned num_items) {
-  while (orders.looked_at < num_items) {
+                                          unsigned num_work_tiles) {
+  while (orders.looked_at < num_work_tiles) {
     const unsigned number = orders.looked_at;
     orders.looked_at = number + 1;
-    const int item = orders.again[number % kRemembered];
-    if (item >= 0) return item;
+    const int work_tile = orders.again[number % kRemembered];
+    if (work_tile >= 0) return work_tile;
   }
   return -1;
 }
@@ -90,21 +91,22 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
 template <typename RowNumber>
 __device__ __forceinline__ void add_specials(
     const elem_t* v, out_t* out, const tile_coord_t& at, int row_block, int group,
-    const scores_t& scores, const mask_bounds_t& band, const params_t& params,
-    const tiles_t& tiles, const unsigned* list, int item, const RowNumber& row_number) {
+    const scores_t& scores, const mask_bounds_t& bounds, const params_t& params,
+    const tiles_t& tiles, const unsigned* list, int work_tile,
+    const RowNumber& row_number) {
   const int lane = threadIdx.x % kWarpSize;
   const int num_rows = int(params.seqlen_q) * kPack, head_dim_v = params.head_dim_v;
   v = at.at_kv(v, params.v);
   if constexpr (!kSplit) out = at.at(out, params.out);
   const tiles_t whole = whole_tiles_of(
-      band, max(row_block, 0), min(row_block + kBlockM, num_rows), params.seqlen_k);
+      bounds, max(row_block, 0), min(row_block + kBlockM, num_rows), params.seqlen_k);
   const int row_first = row_block + group * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
   const int row_last = min(row_first + 16, num_rows);
   if (row_first < 0 || row_first >= row_last) return;
-  const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
+  const tiles_t keys = keys_of(bounds, query_of(row_first), query_end(row_last));
 #pragma unroll 1
-  for (int place = tiles.first; place < tiles.last; ++place) {
-    const int tile = kListsTiles ? listed_tile(list, place).tile() : place;
+  for (int coord = tiles.first; coord < tiles.last; ++coord) {
+    const int tile = kListsTiles ? listed_tile(list, coord).tile() : coord;
     if (is_in(tile, whole)) continue;
     const int j_first = max(tile * kBlockN, keys.first);
     const int j_last = min((tile + 1) * kBlockN, keys.last);
@@ -129,13 +131,13 @@ __device__ __forceinline__ void add_specials(
 #pragma unroll 1
         for (int row = row_first; row < row_last; ++row) {
           const int i = query_of(row);
-          const tiles_t seen = keys_of(band, i, i + 1);
+          const tiles_t seen = keys_of(bounds, i, i + 1);
           if (j < seen.first || j >= seen.last) continue;
           if (kHidesAnywhere && scores(0.f, i, j) == -infinity<float>()) continue;
           out_t* out_row = out;
           index_t step = 1;
           if constexpr (kSplit) {
-            out_row += row_number(at, row, item) * head_dim_v;
+            out_row += row_number(at, row, work_tile) * head_dim_v;
           } else {
             out_row += i * params.out.row + row % kPack * params.out.head;
             step = params.out.col;

@@ -17,6 +17,10 @@
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 
+static_assert(kChangesScores == (kHasSoftcap || kHasBias || kHasAlibi || kHasMask ||
+                                 kHasScoreFunction || kHasMaskFunction),
+              "an option that is not applied here");
+
 // --- softcap
 
 // For raise(): products to which the softcap has not been applied yet.

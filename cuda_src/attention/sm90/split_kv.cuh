@@ -6,19 +6,19 @@
 #include "attention/sm90/tile_scheduler.cuh"
 #include "common/reduce.cuh"
 
-constexpr int kMergeBarrier = 10;  // named barrier of all consumer warpgroups
+constexpr int kCombineBarrier = 10;  // named barrier of all consumer warpgroups
 
 // Combines out and lse of one row, by one warp. `row` is the row in the first split;
 // `stride` leads to the same row of the next. `sink` is an extra score, or -inf.
-__device__ __forceinline__ void merge_row(const float* parts, const double* lses,
-                                          elem_t* out, float* lse, index_t row,
-                                          index_t stride, int num_parts, float sink,
-                                          const params_t& params) {
+__device__ __forceinline__ void combine_row(const float* parts, const double* lses,
+                                            elem_t* out, float* lse, index_t row,
+                                            index_t stride, int num_splits, float sink,
+                                            const params_t& params) {
   // Splits loaded before their weights are known, as registers allow.
   constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;
   const int lane = threadIdx.x % kWarpSize, head_dim_v = params.head_dim_v;
   auto lse_of = [&](int part) { return __ldcg(lses + part * stride + row); };
-  const double first_lse = lane < num_parts ? lse_of(lane) : -infinity<double>();
+  const double first_lse = lane < num_splits ? lse_of(lane) : -infinity<double>();
   double m = -infinity<double>();
 #pragma unroll 1
   for (int first = 0; first < head_dim_v; first += 4 * kWarpSize) {
@@ -31,11 +31,11 @@ __device__ __forceinline__ void merge_row(const float* parts, const double* lses
     float4 ahead[kAhead];
 #pragma unroll
     for (int part = 0; part < kAhead; ++part) {
-      ahead[part] = part < num_parts ? part_of(part) : float4{};
+      ahead[part] = part < num_splits ? part_of(part) : float4{};
     }
     if (first == 0) {
       m = first_lse == first_lse ? first_lse : m;  // NaN enters through its weight
-      for (int part = lane + kWarpSize; part < num_parts; part += kWarpSize) {
+      for (int part = lane + kWarpSize; part < num_splits; part += kWarpSize) {
         const double x = lse_of(part);
         m = x > m ? x : m;
       }
@@ -63,12 +63,12 @@ __device__ __forceinline__ void merge_row(const float* parts, const double* lses
     };
 #pragma unroll
     for (int part = 0; part < kAhead; ++part) {
-      if (part < num_parts) add(part, ahead[part]);
+      if (part < num_splits) add(part, ahead[part]);
     }
 #pragma unroll 4
-    for (int part = kAhead; part < num_parts; ++part) {
+    for (int part = kAhead; part < num_splits; ++part) {
       if (part % kWarpSize == 0) {
-        const bool is_one = part + lane < num_parts;
+        const bool is_one = part + lane < num_splits;
         weight = is_one ? weight_of(lse_of(part + lane)) : 0.f;
       }
       add(part, part_of(part));

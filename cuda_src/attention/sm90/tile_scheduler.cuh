@@ -7,8 +7,8 @@
 #include "attention/score/tile_lists.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
-    !defined(BOUNDS) || !defined(TAKE_TURNS) || !defined(STAGES)
-#error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, BOUNDS and TAKE_TURNS come from the host"
+    !defined(BOUNDS) || !defined(PINGPONG) || !defined(STAGES)
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, BOUNDS and PINGPONG come from the host"
 #endif
 
 // Dimensions rounded up for wgmma; TMA pads with zeros.
@@ -18,7 +18,7 @@ constexpr int kNumGroups = kNumThreads / 128 - 1;  // consumer warpgroups
 constexpr int kGroupM = 64;                        // queries per warpgroup
 constexpr int kBlockM = kNumGroups * kGroupM;
 constexpr int kStages = STAGES;  // tiles of k, and of v, in shared memory
-constexpr bool kTakeTurns = TAKE_TURNS;
+constexpr bool kPingpong = PINGPONG;
 // Rows of k and v per TMA box.
 #ifdef BOX_N
 constexpr int kBoxN = BOX_N;
@@ -40,7 +40,7 @@ __device__ __forceinline__ int query_end(int row_last) {
 }
 
 // The keys of a query tile are split over several work tiles, which write partial sums
-// in float and lse in double. With MERGE the block that finishes last combines them
+// in float and lse in double. With COMBINE the block that finishes last combines them
 // (split_kv.cuh); with more rows than one block should combine, forward_combine.cu
 // does.
 #ifdef SPLIT
@@ -52,11 +52,11 @@ constexpr bool kSplit = false;
 using out_t = elem_t;
 using lse_t = float;
 #endif
-#ifdef MERGE
-constexpr bool kMerge = true;
+#ifdef COMBINE
+constexpr bool kCombine = true;
 static_assert(kSplit);
 #else
-constexpr bool kMerge = false;
+constexpr bool kCombine = false;
 #endif
 
 // Each tile of k and v is read by one work tile only: L2 evicts it first.
@@ -118,7 +118,7 @@ enum : bool { kListsTiles = kHasMaskFunction };
 constexpr bool kDynamic = kHidesSome || kHasLengths;
 
 // The bounds on the keys differ by batch entry and are known on the device only.
-constexpr bool kBandOfItem = kHasLengths || kHasQueryOffsets;
+constexpr bool kBoundsPerTile = kHasLengths || kHasQueryOffsets;
 
 // A tile in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled.
 constexpr int kChunksQk = (kHeadDim + 63) / 64, kChunksV = (kHeadDimV + 63) / 64;
@@ -127,11 +127,11 @@ constexpr int kBytesK = kBlockN * kChunksQk * 128, kBytesV = kBlockN * kChunksV 
 static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && sizeof(elem_t) == 2);
 
 struct schedule_t {
-  int num_items;   // number of work tiles: query tiles x heads x batch x splits
-  int num_blocks;  // query tiles per head
-  int num_heads;   // over the whole batch; packed heads count as one
-  int section;     // heads whose keys and values fit into the L2 cache together
-  int num_splits;  // splits of the keys per query tile
+  int num_work_tiles;  // number of work tiles: query tiles x heads x batch x splits
+  int num_blocks;      // query tiles per head
+  int num_heads;       // over the whole batch; packed heads count as one
+  int section;         // heads whose keys and values fit into the L2 cache together
+  int num_splits;      // splits of the keys per query tile
   int absent;  // rows by which the first tile of a head starts before the first query
 };
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ int first_row(const tile_coord_t& at,
 
 // Coordinates of query tile `tile` of head `heads`, counted over the whole batch; of
 // packed heads, the first.
-__device__ __forceinline__ tile_coord_t place_of(unsigned heads, index_t tile,
+__device__ __forceinline__ tile_coord_t coord_of(unsigned heads, index_t tile,
                                                  const params_t& params) {
   tile_coord_t at;
   at.tile = tile;
@@ -166,22 +166,25 @@ __device__ __forceinline__ tile_coord_t place_of(unsigned heads, index_t tile,
   return at;
 }
 
-// Coordinates of work tile `item`. Within a section, tiles that see most keys go first.
-__device__ __forceinline__ tile_coord_t place_of(int item, const schedule_t& schedule,
+// Coordinates of work tile `work_tile`. Within a section, tiles that see most keys go
+// first.
+__device__ __forceinline__ tile_coord_t coord_of(int work_tile,
+                                                 const schedule_t& schedule,
                                                  const params_t& params) {
-  const unsigned number = kSplit ? unsigned(item) / schedule.num_splits : item;
+  const unsigned number =
+      kSplit ? unsigned(work_tile) / schedule.num_splits : work_tile;
   const unsigned num_blocks = schedule.num_blocks;
   if constexpr (kNumGroups == 1) {  // a single tile holds all queries of a head
-    return place_of(number, 0, params);
+    return coord_of(number, 0, params);
   } else if constexpr (kDynamic) {
     const unsigned in_section = schedule.section * num_blocks;
     const unsigned first = number / in_section * schedule.section;
     const unsigned rest = number % in_section;
     const unsigned left = schedule.num_heads - first;
     const unsigned width = left < schedule.section ? left : schedule.section;
-    return place_of(first + rest % width, num_blocks - 1 - rest / width, params);
+    return coord_of(first + rest % width, num_blocks - 1 - rest / width, params);
   } else {
-    return place_of(number / num_blocks, number % num_blocks, params);
+    return coord_of(number / num_blocks, number % num_blocks, params);
   }
 }
 
@@ -192,21 +195,21 @@ struct tiles_t {
 
 // The keys that queries [i_first, i_last) see by their position, as one range that may
 // be empty.
-__device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band, int i_first,
+__device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& bounds, int i_first,
                                            int i_last) {
-  i_last = min(i_last, band.num_queries);
+  i_last = min(i_last, bounds.num_queries);
   if (i_first >= i_last) return {0, 0};
-  return {min(max(i_first + band.low, 0), band.num_keys),
-          min(max(i_last - 1 + band.high, 0), band.num_keys)};
+  return {min(max(i_first + bounds.low, 0), bounds.num_keys),
+          min(max(i_last - 1 + bounds.high, 0), bounds.num_keys)};
 }
 
 // The tiles of keys that rows [row_first, row_last) see; at least one.
-__device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band, int row_first,
+__device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& bounds, int row_first,
                                             int row_last, int seqlen_k) {
   if constexpr (!kDynamic) {
     return {0, (seqlen_k + kBlockN - 1) / kBlockN};
   } else {
-    const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
+    const tiles_t keys = keys_of(bounds, query_of(row_first), query_end(row_last));
     const int first = keys.first / kBlockN;
     const int last = (keys.last + kBlockN - 1) / kBlockN;
     return first < last ? tiles_t{first, last} : tiles_t{0, 1};
@@ -215,30 +218,30 @@ __device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band, int row_f
 
 // The part of a work tile in the key tiles of its queries. An empty part is represented
 // by one tile with all keys hidden.
-struct share_t {
+struct split_t {
   tiles_t tiles;
   bool empty;
 };
-__device__ __forceinline__ share_t share_of(const tiles_t& tiles, int item,
+__device__ __forceinline__ split_t split_of(const tiles_t& tiles, int work_tile,
                                             const schedule_t& schedule) {
   if constexpr (!kSplit) return {tiles, false};
   const unsigned num_splits = schedule.num_splits;
   const int each = (tiles.last - tiles.first + num_splits - 1) / num_splits;
-  const int first = tiles.first + int(unsigned(item) % num_splits) * each;
+  const int first = tiles.first + int(unsigned(work_tile) % num_splits) * each;
   const int last = min(first + each, tiles.last);
   if (first < last) return {{first, last}, false};
   return {{tiles.first, tiles.first + 1}, true};
 }
 
 // The tiles of keys that every row of [row_first, row_last) sees completely.
-__device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& band,
+__device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& bounds,
                                                   int row_first, int row_last,
                                                   int seqlen_k) {
   if constexpr (kHidesAnywhere) return {0, 0};
   const int i_first = query_of(row_first);
-  const int i_last = min(query_end(row_last), band.num_queries);
-  const int first = keys_of(band, i_last - 1, i_last).first;
-  const int last = keys_of(band, i_first, i_first + 1).last;
+  const int i_last = min(query_end(row_last), bounds.num_queries);
+  const int first = keys_of(bounds, i_last - 1, i_last).first;
+  const int last = keys_of(bounds, i_first, i_first + 1).last;
   return {(first + kBlockN - 1) / kBlockN,
           (last == seqlen_k ? last + kBlockN - 1 : last) / kBlockN};
 }
@@ -248,9 +251,9 @@ __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
 
 // A work tile as published by the producer; it is valid until the consumers release it.
 struct tile_info_t {
-  int item;  // num_items or more: no work left
+  int work_tile;  // num_work_tiles or more: no work left
   int tile, heads, head, kv_head, batch[kBatchDims];
-  mask_bounds_t band;      // of the whole score matrix
+  mask_bounds_t bounds;    // of the whole score matrix
   int first, last, empty;  // its part of the keys
 
   __device__ void put(const tile_coord_t& at) volatile {
@@ -262,17 +265,17 @@ struct tile_info_t {
     for (int axis = 0; axis < kBatchDims; ++axis) batch[axis] = at.batch[axis];
   }
   __device__ void put(const mask_bounds_t& seen) volatile {
-    band.low = seen.low;
-    band.high = seen.high;
-    band.num_queries = seen.num_queries;
-    band.num_keys = seen.num_keys;
+    bounds.low = seen.low;
+    bounds.high = seen.high;
+    bounds.num_queries = seen.num_queries;
+    bounds.num_keys = seen.num_keys;
   }
-  __device__ void put(const share_t& share) volatile {
-    first = share.tiles.first;
-    last = share.tiles.last;
-    empty = share.empty;
+  __device__ void put(const split_t& split) volatile {
+    first = split.tiles.first;
+    last = split.tiles.last;
+    empty = split.empty;
   }
-  __device__ tile_coord_t place() const volatile {
+  __device__ tile_coord_t coord() const volatile {
     tile_coord_t at;
     at.tile = tile;
     at.row_of_heads = heads;
@@ -284,9 +287,9 @@ struct tile_info_t {
     return at;
   }
   __device__ mask_bounds_t seen() const volatile {
-    return {band.low, band.high, band.num_queries, band.num_keys};
+    return {bounds.low, bounds.high, bounds.num_queries, bounds.num_keys};
   }
-  __device__ share_t share() const volatile { return {{first, last}, empty != 0}; }
+  __device__ split_t split() const volatile { return {{first, last}, empty != 0}; }
 };
 
 // Pairs of mbarriers in shared memory: TMA completes "full", the readers "empty".

@@ -19,7 +19,7 @@ INPUTS = Struct(
     "attention/sm90/backward.cuh",
     (
         ("ptx::tensor_map_t", "q_map", "k_map", "v_map", "dout_map"),
-        ("int", "num_items", "num_tiles", "num_blocks", "section"),
+        ("int", "num_work_tiles", "num_tiles", "num_blocks", "section"),
         ("int", "num_kept", "num_summed"),
         ("index_t", "slot[2]"),
         ("float", "to_log2", "hidden"),

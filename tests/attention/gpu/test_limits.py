@@ -231,7 +231,7 @@ def test_rows_take_what_is_just_below_a_limit_and_no_more(cupy):
     grid = HOPPER.configs(most, 1, device)[0].grid[0]
     # kCareful of sm90/nonfinite_values.cuh; each block asks for two items beyond the
     # last.
-    assert fields["num_items"] + 3 * grid < 1 << 30
+    assert fields["num_work_tiles"] + 3 * grid < 1 << 30
 
 
 # --- products of `int` in kernels ----------------------------------------------------
@@ -253,11 +253,11 @@ FORWARD_PRODUCTS = {
          lambda p, d: p.seqlen_q * HOPPER.pack(p) + 2 * 256),
         ("sm90/tile_scheduler.cuh: tile * kBlockN + kBlockN",
          lambda p, d: p.seqlen_k + 256),
-        # Positions are clamped to 2^30 (band() of score/score.cuh).
-        ("sm90/tile_scheduler.cuh: i_last + band.high",
+        # Positions are clamped to 2^30 (mask_bounds() of score/score.cuh).
+        ("sm90/tile_scheduler.cuh: i_last + bounds.high",
          lambda p, d: p.seqlen_q + (1 << 30)),
-        ("sm90/forward.cu: item + gridDim.x | kCareful",
-         lambda p, d: (_hopper(p, d)["num_items"] + 3 * d.num_sms) * 2),
+        ("sm90/forward.cu: work_tile + gridDim.x | kCareful",
+         lambda p, d: (_hopper(p, d)["num_work_tiles"] + 3 * d.num_sms) * 2),
         ("sm90/nonfinite_values.cuh: seqlen_q * kPack",
          lambda p, d: p.seqlen_q * HOPPER.pack(p)),
     ),

@@ -22,7 +22,7 @@ class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how dq is summed.
 
     `cluster_alone` is for dk and dv only, if dq has a kernel of its own. With at least
-    `turns_from` tiles of keys per multiprocessor, a fixed order of sums is kept by
+    `ordered_from` tiles of keys per multiprocessor, a fixed order of sums is kept by
     semaphores, otherwise by that kernel: if all tiles of a head start at the same time,
     they wait for each other. A section of heads takes `cache_share` of the L2 cache if
     sums have no order; with `has_producer`, such sums belong to a kernel with a
@@ -32,7 +32,7 @@ class HopperVjpTile:
     block_m: int
     cluster: int = 1
     cluster_alone: int = 1
-    turns_from: float = math.inf
+    ordered_from: float = math.inf
     cache_share: float = gradient_limits.CACHE_SHARE
     has_producer: bool = False
 
@@ -50,7 +50,7 @@ _LEAST_PART = 6
 
 # How dq is summed: tiles of keys add to it in any order, or one after the other; or a
 # kernel of its own computes it.
-MIXED, TURNS, APART = "mixed", "turns", "apart"
+MIXED, ORDERED, APART = "mixed", "ordered", "apart"
 _FED = "_fed"  # the main kernel with a producer warpgroup
 
 # The most entries whose gradients of k and v one block sums: kMaxSummed.
@@ -73,7 +73,7 @@ CUT = Struct(
     (
         ("const float*", "pieces"),
         ("elem_t*", "dk", "dv"),
-        ("int", "num_items", "num_pieces", "first_item", "num_tiles"),
+        ("int", "num_work_tiles", "num_pieces", "first_work_tile", "num_tiles"),
     ),
 )
 
@@ -116,7 +116,7 @@ class HopperVjpKernel:
             return reason
         shared_q = gradient_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
-            return "adds to a dq that entries share in an order that differs"
+            return "would add to a shared dq in an order that varies"
         if (smem := self._smem(forward) + _STATIC_BYTES) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
@@ -133,7 +133,7 @@ class HopperVjpKernel:
         """The tile measured best for a length."""
         ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
         tile = kernel.by_threshold(ladder, forward.seqlen_q)
-        if dq == TURNS:
+        if dq == ORDERED:
             return HopperVjpTile(tile.block_m)
         if dq == APART:
             return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
@@ -142,13 +142,13 @@ class HopperVjpKernel:
     def dq_way(
         self, problem: AttentionVjpProblem, device: Device, num_kept: int
     ) -> str:
-        """How dq is summed: MIXED, TURNS or APART."""
+        """How dq is summed: MIXED, ORDERED or APART."""
         if not problem.deterministic:
             return MIXED
         forward = problem.forward
-        num_items = self.num_tiles(forward, TURNS) * num_kept
-        least = self.tile(forward).turns_from * device.num_sms
-        return TURNS if num_items >= least else APART
+        num_work_tiles = self.num_tiles(forward, ORDERED) * num_kept
+        least = self.tile(forward).ordered_from * device.num_sms
+        return ORDERED if num_work_tiles >= least else APART
 
     @property
     def num_warps(self) -> int:
@@ -170,7 +170,7 @@ class HopperVjpKernel:
         tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * BLOCK_N * 2
         # Staging for TMA: dq of a block.
-        sums = 2 * tile.block_m * row if tile.has_producer or dq == TURNS else 0
+        sums = 2 * tile.block_m * row if tile.has_producer or dq == ORDERED else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
@@ -202,7 +202,7 @@ class HopperVjpKernel:
             more |= {
                 "CLUSTER": tile.cluster,
                 "MAKES_DQ": int(dq != APART),
-                "ORDERED": int(dq == TURNS),
+                "ORDERED": int(dq == ORDERED),
             }
             smem = self._smem(forward, dq)
         defines = attention_config.defines(
@@ -231,21 +231,21 @@ class HopperVjpKernel:
     ) -> dict[str, Any]:
         """How work tiles are divided, and units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward, dq)
-        num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
+        num_work_tiles, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
         num_split, first_part = self.split(
-            forward, device, num_items, num_blocks * num_summed, dq
+            forward, device, num_work_tiles, num_blocks * num_summed, dq
         )
-        whole, pieces = self.cut(forward, device, num_items, dq)
+        whole, pieces = self.cut(forward, device, num_work_tiles, dq)
         # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
         share = self.tile(forward, dq).cache_share
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
-        if dq == TURNS:  # measured: half of that was at least as fast
+        if dq == ORDERED:  # measured: half of that was at least as fast
             in_cache = -(-in_cache // 2)
         to_log2, hidden = gradient_limits.units(forward)
         return {
-            "num_items": whole + (num_items - whole) * pieces + num_split,
+            "num_work_tiles": whole + (num_work_tiles - whole) * pieces + num_split,
             "num_whole": whole,
             "num_pieces": pieces,
             "num_split": num_split,
@@ -263,7 +263,7 @@ class HopperVjpKernel:
         self,
         forward: AttentionProblem,
         device: Device,
-        num_items: int,
+        num_work_tiles: int,
         num_blocks: int,
         dq: str,
     ) -> tuple[int, int]:
@@ -274,14 +274,14 @@ class HopperVjpKernel:
         """
         if not self.tile(forward, dq).has_producer or sm90_forward.bounds_of(forward):
             return 0, 0
-        left = num_items % device.num_sms
+        left = num_work_tiles % device.num_sms
         # Second halves, this many per multiprocessor, take as long as a first half.
         each = -(-left // (device.num_sms - left))
         first = -(-num_blocks * each // (each + 1))
         return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
 
     def cut(
-        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
+        self, forward: AttentionProblem, device: Device, num_work_tiles: int, dq: str
     ) -> tuple[int, int]:
         """How many work tiles stay whole, and into how many pieces others are cut.
 
@@ -290,17 +290,21 @@ class HopperVjpKernel:
         """
         bounds = sm90_forward.bounds_of(forward)
         if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
-            return num_items, 1
-        left = num_items % device.num_sms
+            return num_work_tiles, 1
+        left = num_work_tiles % device.num_sms
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
-        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
+        return (
+            (num_work_tiles - left, pieces)
+            if left and pieces > 1
+            else (num_work_tiles, 1)
+        )
 
     def grid(
-        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
+        self, forward: AttentionProblem, device: Device, num_work_tiles: int, dq: str
     ) -> int:
         """Blocks of the main kernel: one per multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
-        return min(num_items, device.num_sms // cluster) * cluster
+        return min(num_work_tiles, device.num_sms // cluster) * cluster
 
     def configs(
         self, forward: AttentionProblem, batch_dims: int
@@ -311,7 +315,7 @@ class HopperVjpKernel:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))
             for part in ("_rows", "", "_dq"):
                 yield self.config(part, longest, batch_dims, 1)
-            yield self.config("", longest, batch_dims, 1, TURNS)
+            yield self.config("", longest, batch_dims, 1, ORDERED)
             for part in ("", "_queries"):
                 yield self.config(part, longest, batch_dims, 1, APART)
 
@@ -321,17 +325,19 @@ HOPPER_VJP = HopperVjpKernel(
     methods=("tiled", "auto"),
     tiles={
         64: (
-            ((math.inf, HopperVjpTile(128, turns_from=3)),),
+            ((math.inf, HopperVjpTile(128, ordered_from=3)),),
             (
-                (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
-                (math.inf, HopperVjpTile(128, turns_from=8)),
+                (2048, HopperVjpTile(128, ordered_from=8, cache_share=1 / 3)),
+                (math.inf, HopperVjpTile(128, ordered_from=8)),
             ),
         ),
         128: (
             (
                 (
                     math.inf,
-                    HopperVjpTile(64, cluster_alone=2, turns_from=3, has_producer=True),
+                    HopperVjpTile(
+                        64, cluster_alone=2, ordered_from=3, has_producer=True
+                    ),
                 ),
             ),
             ((math.inf, HopperVjpTile(64, cache_share=1 / 3, has_producer=True)),),

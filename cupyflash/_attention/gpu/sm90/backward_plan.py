@@ -64,9 +64,9 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     num_blocks = row.num_blocks(forward)
     # Not needed if dq has a kernel of its own.
     sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
-    in_turns = dq_way == sm90_backward.TURNS
-    semaphores = num_slots * num_blocks * row.num_warps * in_turns
-    num_items, num_split = (schedule[n] for n in ("num_items", "num_split"))
+    ordered = dq_way == sm90_backward.ORDERED
+    semaphores = num_slots * num_blocks * row.num_warps * ordered
+    num_work_tiles, num_split = (schedule[n] for n in ("num_work_tiles", "num_split"))
     semaphores += num_split * row.num_warps * 2  # halves that have finished
     num_whole, num_tiles = schedule["num_whole"], schedule["num_tiles"]
     num_cut = num_tiles * num_kept - num_whole
@@ -98,7 +98,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             ),
         ),
         (
-            config("", row.grid(forward, device, num_items, dq_way)),
+            config("", row.grid(forward, device, num_work_tiles, dq_way)),
             (
                 inputs, *(() if has_producer else ("entries",)), "stats", "sums",
                 At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
@@ -118,9 +118,9 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             ("pieces", "dk", "dv"),
             sm90_backward.CUT.pack(
                 {
-                    "num_items": num_cut,
+                    "num_work_tiles": num_cut,
                     "num_pieces": schedule["num_pieces"],
-                    "first_item": num_whole,
+                    "first_work_tile": num_whole,
                     "num_tiles": num_tiles,
                 }
             )[_POINTERS:],

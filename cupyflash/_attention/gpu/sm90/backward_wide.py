@@ -122,7 +122,7 @@ class HopperWideVjpKernel:
         if is_plain(forward) and widest <= self.above:
             return f"takes head dimensions above {self.above}, not {widest}"
         if any(gradient_limits.shared_axes(problem.q_shape, forward)):
-            return "makes dq of one entry, and entries of the batch share q"
+            return "cannot sum the dq of batch entries that share q"
         if reason := self._refusal_of_options(problem):
             return reason
         smem = max(self._smem(part, forward) for part in _THREADS)
@@ -151,11 +151,11 @@ class HopperWideVjpKernel:
             if forward.terms != "tiles":
                 return f"has no {', '.join(tiles)} that TMA cannot read"
             if forward.bias == "float64":
-                return "has no bias of a number for each score in float64"
+                return "does not support a float64 bias for each score"
         if sm90_forward.has_lengths(forward) and any(
             gradient_limits.shared_axes(problem.k_shape, forward)
         ):
-            return "entries of the batch share k and differ in what they see"
+            return "batch entries that share k see different keys"
         return None
 
     def dim(self, forward: AttentionProblem) -> int:
@@ -287,7 +287,7 @@ class HopperWideVjpKernel:
         num_tiles = -(-rows // tile)
         to_log2, hidden = gradient_limits.units(forward)
         return {
-            "num_items": num_tiles * num_kept,
+            "num_work_tiles": num_tiles * num_kept,
             "num_tiles": num_tiles,
             "num_blocks": -(-forward.seqlen_q // BLOCK),
             "num_kept": num_kept,

@@ -107,7 +107,7 @@ def _own(make: Kernels, part, names, encoders, number) -> Step:
         encoders,
         lambda maps, pointers: struct.pack({**schedule, "slot": (0, 0), **maps}),
     )
-    blocks = min(schedule["num_items"], device.num_sms)
+    blocks = min(schedule["num_work_tiles"], device.num_sms)
     config = row.config(part, forward, layout.batch_dims, blocks, "dbias" in names)
     counter = At("found", _COUNTERS + 4 * number)
     params = make.params, make.grads(**fields)

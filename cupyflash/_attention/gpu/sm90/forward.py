@@ -66,7 +66,7 @@ SCHEDULE = Struct(
     (
         (
             "int",
-            "num_items",
+            "num_work_tiles",
             "num_blocks",
             "num_heads",
             "section",
@@ -161,16 +161,18 @@ class HopperKernel:
     ) -> dict[str, tuple[int, int]]:
         """What is counted in 32 bits: how many there are, and how many may be."""
         tile = self.tile(problem)
-        num_items = self._num_tiles(problem, tile) * self.num_splits(problem, device)
+        num_work_tiles = self._num_tiles(problem, tile) * self.num_splits(
+            problem, device
+        )
         tiles_of_keys = -(-problem.seqlen_k // tile.block_n)
         # Per block, with up to twice its share of work tiles.
-        of_block = 2 * -(-num_items // device.num_sms) * tiles_of_keys
+        of_block = 2 * -(-num_work_tiles // device.num_sms) * tiles_of_keys
         return {
             "queries": (problem.seqlen_q, MOST_COUNTED),
             "keys": (problem.seqlen_k, MOST_COUNTED),
             "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
             # Below the flag kCareful, also for the first number that is past the end.
-            "tiles of queries": (num_items, MOST_COUNTED),
+            "tiles of queries": (num_work_tiles, MOST_COUNTED),
             "tiles of keys of a block": (of_block, (1 << 32) - 1),
         }
 
@@ -349,7 +351,7 @@ class HopperKernel:
             "BLOCK_N": tile.block_n,
             "STAGES": tile.num_stages,
             "BOUNDS": bounds_of(problem),
-            "TAKE_TURNS": int(tile.take_turns),
+            "PINGPONG": int(tile.pingpong),
         }
         if tile.box_n:
             switches["BOX_N"] = tile.box_n
@@ -365,7 +367,7 @@ class HopperKernel:
         elif columns := self._staged_columns(problem):
             switches["STAGED_COLUMNS"] = columns
         if self.combines(problem, device):
-            switches["MERGE"] = 1
+            switches["COMBINE"] = 1
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
@@ -381,9 +383,9 @@ class HopperKernel:
             smem=self._smem(problem),
             generated=problem.generated,
         )
-        num_items = self._num_tiles(problem, tile) * num_splits
+        num_work_tiles = self._num_tiles(problem, tile) * num_splits
         return LaunchConfig.over(
-            variant, min(num_items, device.num_sms), tile.num_threads
+            variant, min(num_work_tiles, device.num_sms), tile.num_threads
         )
 
     def tile_lists(self, problem: AttentionProblem) -> TileLists:
@@ -418,7 +420,7 @@ class HopperKernel:
             in_cache = 1  # blocks walk through a head side by side
         num_sections = -(-num_heads // max(1, in_cache))
         return {
-            "num_items": self._num_tiles(problem, tile) * num_splits,
+            "num_work_tiles": self._num_tiles(problem, tile) * num_splits,
             "num_blocks": num_blocks,
             "absent": self._absent(problem, tile),  # rows that do not exist
             "num_heads": num_heads,
@@ -536,7 +538,7 @@ def bounds_of(problem):
 
 
 def has_lengths(problem):
-    """Whether only the device knows which keys queries see: kBandOfItem."""
+    """Whether only the device knows which keys queries see: kBoundsPerTile."""
     arrays = (problem.query_offsets, problem.query_lengths, problem.key_lengths)
     return any(x is not None for x in arrays)
 

@@ -16,7 +16,7 @@ class HopperTile:
 
     num_groups: int
     block_n: int
-    take_turns: bool = True
+    pingpong: bool = True
     num_stages: int = 2  # tiles of k, and of v, in shared memory at a time
     # Whether L2 should evict keys first, because nobody else reads them.
     evict_first: bool = False

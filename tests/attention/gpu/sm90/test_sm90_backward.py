@@ -15,7 +15,12 @@ from vjp_laws import poison
 import cupyflash
 from cupyflash._attention.gpu import gradient_layout, gradient_limits, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.sm90.backward import APART, MIXED, TURNS, HopperVjpKernel
+from cupyflash._attention.gpu.sm90.backward import (
+    APART,
+    MIXED,
+    ORDERED,
+    HopperVjpKernel,
+)
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
@@ -109,7 +114,7 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("dq", [MIXED, TURNS, APART])
+@pytest.mark.parametrize("dq", [MIXED, ORDERED, APART])
 def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
     config = ROW.config("", forward, 1, 1, dq)
@@ -120,15 +125,15 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     assert config.block == (384 if fed else 256,)
     assert config.variant.entry == "attention_vjp_hopper" + "_fed" * fed
     assert fed or (defines["MAKES_DQ"], defines["ORDERED"]) == {
-        MIXED: ("1", "0"), TURNS: ("1", "1"), APART: ("0", "0")
+        MIXED: ("1", "0"), ORDERED: ("1", "1"), APART: ("0", "0")
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
-    num_items = 3 * schedule["num_tiles"]
-    left = num_items - schedule["num_whole"]
-    num_items += left * (schedule["num_pieces"] - 1) + schedule["num_split"]
-    assert schedule["num_items"] == num_items
-    assert ROW.grid(forward, HOPPER, num_items, dq) == cluster * num_items
+    num_work_tiles = 3 * schedule["num_tiles"]
+    left = num_work_tiles - schedule["num_whole"]
+    num_work_tiles += left * (schedule["num_pieces"] - 1) + schedule["num_split"]
+    assert schedule["num_work_tiles"] == num_work_tiles
+    assert ROW.grid(forward, HOPPER, num_work_tiles, dq) == cluster * num_work_tiles
     if cluster > 1:
         assert (dq, head_dim, right) == (APART, 128, None)
 
@@ -147,13 +152,13 @@ def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
     def cut_of(head_dim=64, dq=MIXED, **options):
         forward = problem(head_dim=head_dim, **options).forward
         forward = dataclasses.replace(forward, seqlen_q=seqlen, seqlen_k=seqlen)
-        num_items = num_kept * ROW.num_tiles(forward, dq)
-        return ROW.cut(forward, HOPPER, num_items, dq)
+        num_work_tiles = num_kept * ROW.num_tiles(forward, dq)
+        return ROW.cut(forward, HOPPER, num_work_tiles, dq)
 
     assert HOPPER.num_sms == 132
     assert cut_of() == cut
     whole = num_kept * seqlen // 128, 1
-    for other in ({"right": 0}, {"dq": TURNS}, {"dq": APART}, {"head_dim": 128}):
+    for other in ({"right": 0}, {"dq": ORDERED}, {"dq": APART}, {"head_dim": 128}):
         assert cut_of(**other) == whole
 
 
@@ -164,11 +169,11 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     assert ROW.schedule(forward, device, 10 * heads, 1, MIXED)["section"] == heads
     most = device.l2_bytes * 4 // 5 // (1024 * seqlen)
     half = -(-most // 2)
-    assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == half
+    assert ROW.schedule(forward, device, most, 1, ORDERED)["section"] == half
 
 
 @pytest.mark.parametrize(
-    ("num_items", "num_blocks", "split"),
+    ("num_work_tiles", "num_blocks", "split"),
     [
         (132, 64, (0, 0)),
         (132 + 66, 64, (66, 32)),  # halves, for all multiprocessors
@@ -178,14 +183,19 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
         (30, 12, (30, 6)),
     ],
 )
-def test_items_that_are_left_over_are_cut_in_two(num_items, num_blocks, split):
+def test_work_tiles_that_are_left_over_are_cut_in_two(
+    num_work_tiles, num_blocks, split
+):
     device = dataclasses.replace(HOPPER, num_sms=132)
     forward = problem(head_dim=128).forward
-    assert ROW.split(forward, device, num_items, num_blocks, MIXED) == split
-    assert ROW.split(forward, device, num_items, num_blocks, TURNS) == (0, 0)
+    assert ROW.split(forward, device, num_work_tiles, num_blocks, MIXED) == split
+    assert ROW.split(forward, device, num_work_tiles, num_blocks, ORDERED) == (0, 0)
     seen = problem(head_dim=128, right=0).forward
-    assert ROW.split(seen, device, num_items, num_blocks, MIXED) == (0, 0)
-    assert ROW.split(problem().forward, device, num_items, num_blocks, MIXED) == (0, 0)
+    assert ROW.split(seen, device, num_work_tiles, num_blocks, MIXED) == (0, 0)
+    assert ROW.split(problem().forward, device, num_work_tiles, num_blocks, MIXED) == (
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -196,7 +206,7 @@ def test_turns_are_for_many_tiles(head_dim):
 
     assert way(1) == way(10**6) == MIXED
     assert way(1, deterministic=True) == APART
-    assert way(10**6, deterministic=True) == TURNS
+    assert way(10**6, deterministic=True) == ORDERED
 
 
 def test_the_parameters_are_whole_lines():
@@ -411,7 +421,7 @@ def sum_dq(monkeypatch, way):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [TURNS, APART])
+@pytest.mark.parametrize("way", [ORDERED, APART])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)])
@@ -431,7 +441,7 @@ def test_turns_have_the_same_bits_in_every_run(
     cupy, rng, monkeypatch, heads, bounds, dim
 ):
     """Long chains of tiles, and more tiles than multiprocessors, among other work."""
-    sum_dq(monkeypatch, TURNS)
+    sum_dq(monkeypatch, ORDERED)
     q, k, v, dout = (
         place(cupy, x)
         for x in inputs(
@@ -536,7 +546,7 @@ def test_odd_heads_that_entries_share(cupy, rng, copies, batch, dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [TURNS, APART])
+@pytest.mark.parametrize("way", [ORDERED, APART])
 @pytest.mark.parametrize("bounds", [{}, {"causal": True}])
 @pytest.mark.parametrize("dims", [(33, 33), (65, 100)])
 def test_odd_heads_in_one_order(cupy, rng, copies, monkeypatch, way, bounds, dims):

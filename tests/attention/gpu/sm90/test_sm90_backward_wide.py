@@ -54,7 +54,7 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
         (
             problem(head_dim=64, bias="float64", terms="tiles"),
             HOPPER,
-            "has no bias of a number for each score in float64",
+            "does not support a float64 bias for each score",
         ),
         (problem(head_dim=256, bias="float32", terms="tiles"), HOPPER, "shared memory"),
         (problem(head_dim=64, scale=0.0, softcap=3.0), HOPPER, "takes scales from"),

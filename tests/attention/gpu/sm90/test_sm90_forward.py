@@ -85,7 +85,7 @@ def test_sections_hold_every_head(num_heads, seqlen):
     )
     plan = ROW.schedule(asked, HOPPER)
     parts = plan["num_splits"]
-    assert plan["num_items"] == plan["num_blocks"] * num_heads * parts
+    assert plan["num_work_tiles"] == plan["num_blocks"] * num_heads * parts
     assert plan["num_blocks"] * ROW.tile(asked).block_m >= seqlen
     assert 1 <= plan["section"] <= num_heads
     # The last section is not much smaller than the others.
@@ -319,7 +319,8 @@ def test_heads_of_a_group_are_packed_where_queries_are_few(seqlen_q, group, pack
     assert rows >= seqlen_q * pack
     assert plan["num_heads"] * pack == asked.num_heads
     assert (
-        plan["num_items"] == plan["num_blocks"] * plan["num_heads"] * plan["num_splits"]
+        plan["num_work_tiles"]
+        == plan["num_blocks"] * plan["num_heads"] * plan["num_splits"]
     )
 
 
@@ -363,12 +364,12 @@ def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(short, HOPPER) == 1
     (launch,) = ROW.configs(few_queries(), 1, HOPPER)
     assert launch.num_blocks <= HOPPER.num_sms
-    assert {("SPLIT", "1"), ("MERGE", "1")} <= set(launch.variant.defines)
+    assert {("SPLIT", "1"), ("COMBINE", "1")} <= set(launch.variant.defines)
     # Of many rows, another kernel combines the splits.
     many = dataclasses.replace(few_queries(64, 1), num_heads=2, num_kv_heads=2)
     launch, merge = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines
-    assert ("MERGE", "1") not in launch.variant.defines
+    assert ("COMBINE", "1") not in launch.variant.defines
     assert merge.variant.entry == "attention_hopper_merge"
 
 

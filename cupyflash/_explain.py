@@ -17,12 +17,12 @@ from cupyflash._softmax import problem as softmax_problem
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would run; the repr reads as a short report.
+    """What a call would run; its repr is a short report.
 
     Attributes
     ----------
     function : str
-        Name of the function asked about.
+        Name of the function.
     backend : {"numpy", "cupy"}
         Where it would run.
     kernel : str
@@ -30,12 +30,12 @@ class Explanation:
     problem : object
         The checked problem: shapes, dtypes and options as plain numbers.
     refused : tuple of (str, str)
-        Kernels that stand before it in the table, and why each cannot take the call.
-        Empty on NumPy, where a method has one way.
+        Kernels earlier in the table, and why each cannot compute this call. Empty on
+        NumPy, where each method has a single implementation.
     details : dict
-        What the back end says: the ``"launches"`` of a GPU, each with its source, grid,
-        block, cluster of blocks, bytes of shared memory and defines; the split of the
-        keys; the blocks of the CPU.
+        Details of the back end: on a GPU the ``"launches"``, each with its source,
+        grid, block, cluster size, bytes of shared memory and defines; how the keys are
+        split; the block sizes on the CPU.
     """
 
     function: str
@@ -62,7 +62,7 @@ class Explanation:
 
 
 # Public function -> its check, which takes the same arguments in the same order, and
-# the module that knows the back ends.
+# the module that selects its back end.
 _CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
     softmax_api.softmax: (partial(softmax_problem.softmax, "softmax"), softmax_api),
     softmax_api.log_softmax: (

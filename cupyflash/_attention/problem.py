@@ -123,7 +123,6 @@ class AttentionOperands(NamedTuple):
     query_offsets, query_lengths, key_lengths : batch
     given_out : `out` as the caller gave it, to be returned
     functions : score and mask function with their arrays
-
     """
 
     q: Any

@@ -1,1 +1,1 @@
-"""python -m cupyflash, one module a sub-command."""
+"""python -m cupyflash: one module for each sub-command."""

@@ -31,7 +31,7 @@ _ATTENTION_GPU = [
 
 
 def add_arguments(parser):
-    """Back end, place and thoroughness."""
+    """The back end, the output files and how thorough to be."""
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     parser.add_argument(
         "--output",
@@ -49,7 +49,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Measure, print and write; always 0."""
+    """Measure, print and write; returns 0."""
     args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and measure.cuda_device_count() > 0
     xp = np
@@ -86,7 +86,7 @@ def run(args):
 
 
 def measure_softmax(xp, case, on_gpu, turns):
-    """Rows of one case of softmax."""
+    """Measure one case of softmax; a row for each call."""
     x = bench_cases.softmax_inputs(xp, case)
     return bench_cases.measure(
         case,
@@ -98,7 +98,7 @@ def measure_softmax(xp, case, on_gpu, turns):
 
 
 def measure_attention(xp, case, on_gpu, turns):
-    """Rows of one case of attention."""
+    """Measure one case of attention; a row for each call."""
     q, k, v = bench_cases.attention_inputs(xp, case)
     return bench_cases.measure(
         case,
@@ -110,7 +110,7 @@ def measure_attention(xp, case, on_gpu, turns):
 
 
 def _plot(path, machine, softmax, attention):
-    """Rates by size, a line a provider."""
+    """Plot the rate against the size, one line for each call."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""What is timed: cases of softmax and attention, who computes them, and how wrong.
+"""The benchmark cases of softmax and attention, the calls compared, and their errors.
 
-The command line and the scripts in benchmarks/ share this; the clock is in _measure.
-A result is checked before it is timed.
+The command line and the scripts in benchmarks/ share this; timing is in _measure. A
+result is checked before it is timed.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ METHODS = ("naive", "safe", "online", "tiled")
 
 Calls = dict[str, Callable[[], Any]]
 
-# Errors above these are bugs of somebody, not roundings; such a line is not timed.
-# naive is exempt: overflow and roundings are what it is there to show.
+# A larger error than this is a bug, not rounding; such a call is not timed. naive is
+# exempt: its overflow and rounding are what the comparison is to show.
 _WRONG = {"float64": 1e-11, "float32": 5e-3, "float16": 3e-2, "bfloat16": 8e-2}
 
-# Rows of the result that are checked; the reference holds them in float64.
+# Rows of the result that are checked against a float64 reference.
 _CHECKED_ROWS = 16
 
 
@@ -41,7 +41,7 @@ class SoftmaxCase:
 
     @property
     def work(self) -> float:
-        """Bytes of one read and one write."""
+        """Bytes of one read and one write of the matrix."""
         return 2.0 * self.num_rows * self.row_length * _itemsize(self.dtype)
 
     @property
@@ -92,7 +92,7 @@ def _tiny(dtype):
 
 
 def random(xp, shape, dtype, seed):
-    """Normal numbers; made where they are used."""
+    """Normal random numbers, generated on the device where they are used."""
     if xp is np:
         x = np.random.default_rng(seed).standard_normal(shape, np.float32)
     else:
@@ -117,7 +117,7 @@ def attention_inputs(xp, case: AttentionCase):
 
 
 def softmax_calls(xp, case: SoftmaxCase, x, methods=METHODS) -> Calls:
-    """Our methods, and the library that belongs to the array."""
+    """Our methods, and the softmax of the library that owns the array."""
     calls = {m: _bind(softmax, x, axis=case.axis, method=m) for m in methods}
     if xp is np:
         calls["scipy"] = _bind(scipy.special.softmax, x, axis=case.axis)
@@ -130,7 +130,7 @@ def softmax_calls(xp, case: SoftmaxCase, x, methods=METHODS) -> Calls:
 
 
 def attention_calls(xp, case: AttentionCase, q, k, v, methods=METHODS) -> Calls:
-    """Our methods, and matmul, softmax, matmul."""
+    """Our methods, and the unfused product, softmax and product."""
     calls = {
         m: _bind(attention, q, k, v, causal=case.causal, method=m) for m in methods
     }
@@ -141,7 +141,7 @@ def attention_calls(xp, case: AttentionCase, q, k, v, methods=METHODS) -> Calls:
 
 
 def _unfused(xp, case, q, k, v):
-    """What one writes without a fused kernel."""
+    """Attention without a fused kernel: matmul, softmax, matmul."""
     if xp is np:
         softmax_of = scipy.special.softmax
     else:
@@ -163,12 +163,12 @@ def _bind(function, *args, **kwargs):
 
 
 def softmax_error(case: SoftmaxCase, x, y) -> float:
-    """Largest error, relative to each exact value, over the first rows."""
+    """Largest relative error over the first rows."""
     first = slice(_CHECKED_ROWS)
     rows = (slice(None), first) if case.axis == 0 else (first, slice(None))
     exact = reference.softmax(x[rows], axis=case.axis)
     error = np.abs(reference.to_host(y[rows]) - exact)
-    # Below the normal numbers of the dtype there is no relative precision.
+    # Subnormal results have no relative precision.
     return float((error / np.maximum(exact, 2 * _tiny(case.dtype))).max())
 
 
@@ -199,8 +199,8 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Check each call, time those that are right, and return a row for each.
 
-    `rate` is work a second: bytes for softmax, operations for attention. Calls that
-    are `unchecked` compute something else, which takes part in the turns.
+    `rate` is work per second: bytes for softmax, floating-point operations for
+    attention. Calls in `unchecked` compute something else; they are timed only.
     """
     calls = calls | (unchecked or {})
     rows = {}
@@ -211,7 +211,7 @@ def measure(
             continue
         try:
             row["error"] = error_of(call())
-        except Exception as error:  # another library may not take the case
+        except Exception as error:  # another library may not support the case
             row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         if name != "naive" and not row["error"] <= _WRONG[case.dtype]:
@@ -226,7 +226,7 @@ def measure(
 
 
 def report(rows: list[dict[str, Any]], unit: str, per_unit: float) -> None:
-    """A table: a line a case, a column a provider, rates in `unit`."""
+    """Print a table: a line for each case, a column for each call, rates in `unit`."""
     providers = list(dict.fromkeys(row["provider"] for row in rows))
     cases: dict[str, dict[str, str]] = {}
     for row in rows:

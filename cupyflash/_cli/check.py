@@ -1,4 +1,4 @@
-"""python -m cupyflash check: is what this machine computes as accurate as promised?"""
+"""python -m cupyflash check: are the results here as accurate as documented?"""
 
 import importlib
 import importlib.util
@@ -35,10 +35,9 @@ the last place (ulp). A new machine takes up to a minute, nearly all of it to co
 The exit code is 1 when an error is larger than the documentation allows.
 """
 
-# Largest error allowed: relative for softmax; for log_softmax relative to the larger of
-# a result and the row's largest score; max |out - exact| / max |exact| for attention
-# and for gradients; units in the last place for logsumexp (relative for 16
-# bits).
+# Largest error allowed. softmax: relative. log_softmax: relative to the larger of the
+# result and the row's largest score. attention and gradients: max |out - exact| / max
+# |exact|. logsumexp: units in the last place (relative for 16-bit dtypes).
 _OF_GRADIENTS = {
     "float64": 1e-13,
     "float32": 1e-5,
@@ -75,9 +74,10 @@ ALLOWED = {
 }
 
 _METHODS = ("naive", "safe", "online", "tiled")
-_OF_METHODS = ("softmax", "attention")  # functions that take a method
+_OF_METHODS = ("softmax", "attention")  # functions with a `method` argument
 
-# Shapes of softmax and its like, and the axis: each is the work of another kernel.
+# Shapes and axes of softmax and its relatives; each shape is computed by another
+# kernel.
 _SOFTMAX_SHAPES = {
     "": ((64, 1000), -1),
     "short rows": ((500, 37), -1),
@@ -93,20 +93,20 @@ _SOFTMAX_SHAPES = {
     "a row beyond the cache": ((1, 9_000_000), -1),
     "strided": ((64, 1000), -1),  # every second element
     "two axes": ((16, 30, 64), (0, 2)),
-    "turned": ((300, 400), -1),  # the result's neighbours are those of the other axis
+    "turned": ((300, 400), -1),  # the result is contiguous along the other axis
 }
-# Queries, keys, and the widths of q and v; some options at once, or none.
+# Queries, keys, and the head dimensions of q and v, with some options or none.
 _ATTENTION_SHAPES = {
     "": (200, 333, 64, 48),
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
     "wide heads": (130, 200, 200, 136),
     "wider heads": (130, 600, 576, 512),
-    "odd heads": (130, 200, 65, 49),  # whose rows are unaligned
-    "copied heads": (300, 200, 65, 49),  # into such that do not, for Hopper
+    "odd heads": (130, 200, 65, 49),  # rows are not 16-byte aligned
+    "copied heads": (300, 200, 65, 49),  # copied to aligned rows first, on Hopper
 }
 
-# Kinds that a GPU has kernels of their own for.
+# Kinds of call that have kernels of their own on a GPU.
 _KINDS = {
     "softmax": (
         "short rows", "short whole rows", "columns", "long columns",
@@ -141,22 +141,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case."""
+    """The result of one case."""
 
     row: str  # of the kernel table, or the method of the NumPy back end
     error: float
     allowed: float
     unit: str
-    problem: str = ""  # an error that was raised
+    problem: str = ""  # the exception, if one was raised
 
     @property
     def is_good(self) -> bool:
-        """Whether the error is one that is allowed; NaN is not."""
+        """Whether the error is within the limit; NaN is not."""
         return self.error <= self.allowed
 
 
 def add_arguments(parser):
-    """What to check."""
+    """Which back end, functions and dtypes to check."""
     parser.add_argument(
         "--backend",
         choices=("numpy", "cupy"),
@@ -172,7 +172,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Print a verdict a line; 1 if one is bad."""
+    """Print a verdict for each case; returns 1 if one is bad."""
     has_gpu = _measure.cuda_device_count() > 0
     if args.exhaustive:
         return _run_exhaustive(has_gpu)
@@ -203,7 +203,7 @@ def run(args):
 
 
 def _cases(backend, dtypes):
-    """Each function, method and dtype; on a GPU also what other kernels take."""
+    """Each function, method and dtype; on a GPU also each kind of its own kernels."""
     cases = [
         Case(backend, function, method, dtype)
         for function in ALLOWED
@@ -221,14 +221,14 @@ def _cases(backend, dtypes):
     return cases
 
 
-# Kernels of one type alone, and each takes seconds to compile.
+# Checked in one dtype only: each takes seconds to compile.
 _DTYPES_OF_KIND = dict.fromkeys(
     ("wide heads", "wider heads", "odd heads", "copied heads"), ("bfloat16",)
 )
 
 
 def _dtypes_of(function):
-    """Kernels of softmax treat types of one width alike."""
+    """The dtypes to check: softmax kernels treat dtypes of equal width alike."""
     return _arrays.FLOATS if function.startswith("attention") else _DTYPES_OF_SOFTMAX
 
 
@@ -236,14 +236,14 @@ _DTYPES_OF_SOFTMAX = ("float32", "bfloat16")
 
 
 def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
-    """Verdicts as they come; on a GPU by several processes, since each compiles."""
+    """Verdicts as they come; on a GPU from several processes, since each compiles."""
     on_gpu = [case for case in cases if case.backend == "cupy"]
     for case in cases:
         if case.backend != "cupy":
             yield case, measure(case)
     if not on_gpu:
         return
-    # What takes longest to compile comes first.
+    # The cases that take longest to compile start first.
     on_gpu.sort(key=lambda case: not case.function.startswith("attention"))
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
@@ -253,7 +253,7 @@ def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
 
 
 def _run_exhaustive(has_gpu):
-    """Every float through the exponentials of the kernels; 1 if one is off."""
+    """Check the exponentials of the kernels at every float; returns 1 if one is off."""
     if not has_gpu:
         console.complain(
             "--exhaustive checks the kernels and needs a GPU: no CUDA device that CuPy "
@@ -282,7 +282,7 @@ def _run_exhaustive(has_gpu):
 
 
 def measure(case: Case) -> Verdict:
-    """The kernel that ran, the error found, the error allowed, and their unit."""
+    """Run a case: the kernel that ran, its error, the allowed error and their unit."""
     rng = np.random.default_rng(20)
     xp = importlib.import_module(case.backend)
     measured = {
@@ -299,12 +299,13 @@ def measure(case: Case) -> Verdict:
     try:
         with np.errstate(all="ignore"):
             row, found, row_length = measured(case, xp, rng)
-    except Exception as error:  # the report says so, and goes on
+    except Exception as error:  # reported as a failed case
         text = str(error).strip().splitlines()
         problem = f"{type(error).__name__}: {text[0] if text else ''}"
         return Verdict("", math.nan, allowed, unit, problem)
     if case.method == "naive":
-        # Its sums stay in the dtype of the input, so roundings pile up at random.
+        # Its sums are kept in the input dtype, so rounding errors grow like a random
+        # walk.
         allowed = max(allowed, row_length**0.5 * _eps(case.dtype))
     return Verdict(row, found, allowed, unit)
 
@@ -323,26 +324,26 @@ def _tiny(dtype):
 
 
 def _wide(x):
-    """Wider than float64 where the platform has it."""
+    """`x` in a dtype wider than float64 where the platform has one."""
     return x.astype(np.float64).astype(np.longdouble)
 
 
 def _call(function, *args, **options):
-    """(name of the row, result) of a call."""
+    """(name of the kernel row, result) of a call."""
     return _explain.explain(function, *args, **options).kernel, function(
         *args, **options
     )
 
 
 def _on(xp, x, case):
-    """`x` as an array of the back end, in memory as the kind of case has it."""
+    """`x` as an array of the back end, laid out in memory as the case asks."""
     if case.kind == "strided":
         return xp.asarray(np.repeat(x, 2, axis=-1))[..., ::2]
     return xp.asarray(x)
 
 
 def _softmax_error(case, xp, rng):
-    # A wide spread of the row is where a careless exponential loses digits.
+    # Rows with a wide range of scores are where a careless exponential loses digits.
     size = 2.0 if case.method == "naive" else 15.0
     shape, axis = _SOFTMAX_SHAPES[case.kind]
     x = _normal(rng, shape, case.dtype, size)
@@ -352,12 +353,12 @@ def _softmax_error(case, xp, rng):
     out = xp.empty(x.shape[::-1], x.dtype).T if case.kind == "turned" else None
     row, y = _call(softmax_api.softmax, x, axis=axis, method=case.method, out=out)
     error = np.abs(reference.to_host(y) - exact)
-    normal = exact > 2 * _tiny(case.dtype)  # smaller ones have no relative precision
+    normal = exact > 2 * _tiny(case.dtype)  # subnormals have no relative precision
     return row, float((error[normal] / exact[normal]).max()), _length(x, axis)
 
 
 def _length(x, axis):
-    """Elements of a row."""
+    """Number of elements in a row."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     return math.prod(x.shape[axis] for axis in axes)
 
@@ -402,10 +403,10 @@ def _softmax_vjp_error(case, xp, rng):
 
 
 def _attention_inputs(case, rng, size):
-    """q, k, v on the host and the other arguments of a kind.
+    """q, k and v on the host, and the other arguments, of a kind of call.
 
-    Grouped heads, Dv other than D, and if nothing else is said a causal mask off the
-    square and a bias a key.
+    The default has grouped heads, Dv != D, a causal mask with Lq != Lk and a bias for
+    each key.
     """
     seqlen_q, seqlen_k, dim, dim_v = _ATTENTION_SHAPES[case.kind]
     q = _normal(rng, (2, 4, seqlen_q, dim), case.dtype, size)
@@ -430,7 +431,7 @@ def _attention_error(case, xp, rng):
 
 
 def _attention_vjp_error(case, xp, rng):
-    """The largest error of dq, dk, dv and dbias, on the problem of attention."""
+    """The largest error of dq, dk, dv and dbias for the same problem as attention."""
     arrays, options = _attention_inputs(case, rng, 1.5)
     q, _, v = arrays
     dout = _normal(rng, (*q.shape[:-1], v.shape[-1]), case.dtype)

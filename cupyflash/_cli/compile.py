@@ -1,4 +1,4 @@
-"""python -m cupyflash compile: NVRTC over all kernels, with no GPU in the machine."""
+"""python -m cupyflash compile: compile every kernel with NVRTC; needs no GPU."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 
 
 def add_arguments(parser):
-    """What to compile, and where the report goes."""
+    """What to compile, and where to write the report."""
     parser.add_argument(
         "--arch",
         action="append",
@@ -91,7 +91,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Compile; 1 if anything is wrong, 2 if it cannot be tried."""
+    """Compile; returns 1 if a kernel fails, 2 if there is no usable compiler."""
     devices = []
     for arch in args.arch or ["sm_90a"]:
         if not _ARCH.fullmatch(arch) or device_of_arch(arch).cc < MIN_CC:
@@ -141,7 +141,7 @@ def run(args):
 
 
 def _compile_all(jobs, args, known):
-    """Outcomes in the order of `jobs`; what is found is kept as it comes."""
+    """Outcomes in the order of `jobs`; each is kept as soon as it is found."""
     nvrtc = _nvrtc.version()
     found = (
         {} if args.full else {i: known.get(job, nvrtc) for i, job in enumerate(jobs)}
@@ -163,7 +163,7 @@ def _compile_all(jobs, args, known):
                 jobs[todo[place]], finding, seconds
             )
     except BaseException:
-        known.save()  # the next run goes on from here
+        known.save()  # an interrupted run continues from here
         raise
     return [outcomes[i] for i in range(len(jobs))]
 
@@ -180,7 +180,7 @@ def _tell_missing(jobs, known, path):
 
 
 def _list(jobs, path):
-    """All that a compiler needs, for tools that look at other versions of it."""
+    """Write all that a compiler needs, for tools that compare other NVRTC versions."""
     kernels = [
         {
             "operation": job.operation,
@@ -194,7 +194,7 @@ def _list(jobs, path):
         }
         for job in jobs
     ]
-    # By source, and what is generated for it.
+    # Keyed by source and generated code.
     texts = dict.fromkeys((job.variant.source, job.variant.generated) for job in jobs)
     sources = {"".join(key): source.load(*key) for key in texts}
     path.parent.mkdir(parents=True, exist_ok=True)

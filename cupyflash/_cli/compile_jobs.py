@@ -1,4 +1,4 @@
-"""What there is to compile, and how few kernels show all that is to see in them."""
+"""Which kernels there are to compile, and a small subset that covers them."""
 
 import functools
 import re
@@ -22,20 +22,21 @@ _TABLES = {
     "check": exponentials,
 }
 
-# Switches of kernels that run where something was not finite, and else return at once.
+# Switches of kernels that run only after a non-finite value was found.
 _RARE = {"CAREFUL", "REPAIRS"}
 
-# Defines of what a call asks for, beside the types *_T; the others make up a tile.
+# Defines that come from a call's arguments, besides the types *_T; all others are tile
+# parameters.
 _OPTIONS = {
     "MASK", "SOFTCAP", "BOUNDS", "TERMS_OF_KEYS", "KEY_BIAS", "UNIT_COLUMNS",
     "PREPARED", "RUN_TILES", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
     "KEY_PARTS", "ALIGNED", "REPAIRS", "CAREFUL", "OWN_LSE", "SUMS_APART", "LARGEST",
 }  # fmt: skip
 
-# How many axes a kernel walks over: at its begin and end, not in its loop.
+# Numbers of axes to walk over: they affect the start and end of a kernel, not its loop.
 _AXES = {"BATCH_DIMS", "OUTER_AXES", "REDUCED_AXES"}
 
-# The types of what every call has.
+# The dtypes of the arrays that every call has.
 _ELEMENTS = {
     "ELEM_T",
     "GRAD_T",
@@ -48,12 +49,12 @@ _ELEMENTS = {
     "ACC_T",
 }
 
-# Architectures for which the compiler writes the same text (PTX) as for another, and
-# those for which the assembler makes the same code of it.
+# Architectures for which the compiler writes the same PTX as for another, and those for
+# which the assembler then emits the same code.
 _SAME_TEXT = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_100"}
 _SAME_CODE = {"sm_89": "sm_86"}
 
-# How sources ask for an architecture.
+# How a source tests for an architecture.
 _ARCH_TEST = re.compile(
     r"(?:!defined\(__CUDA_ARCH__\) \|\| )?__CUDA_ARCH__ (?:>=|<) (\d+)"
 )
@@ -71,7 +72,7 @@ class Job:
 
 
 def jobs_for(*devices: Device, everything: bool = False) -> list[Job]:
-    """What the kernel tables would compile for devices: all of it, or enough of it."""
+    """All kernels that the kernel tables launch on `devices`, or a covering subset."""
     jobs = distinct(
         Job(
             operation,
@@ -88,7 +89,7 @@ def jobs_for(*devices: Device, everything: bool = False) -> list[Job]:
 
 
 def distinct(jobs: Iterable[Job]) -> list[Job]:
-    """Without those that would compile what another job compiles."""
+    """Drop the jobs that compile the same code as another job."""
     found: dict[tuple[Variant, bool, Hashable], Job] = {}
     for job in jobs:
         found.setdefault((job.variant, job.fast, _code_of(job)), job)
@@ -96,11 +97,12 @@ def distinct(jobs: Iterable[Job]) -> list[Job]:
 
 
 def _code_of(job):
-    """What the outcome of a job hangs on beside its variant.
+    """What the outcome of a job depends on besides its variant.
 
-    Registers and spills are the assembler's work, so a kernel that must not spill is
-    compiled for each architecture with code of its own, and any other for the first
-    with its text. A test in the source that parts two architectures parts them here.
+    Registers and spills are decided by the assembler, so a kernel that must not spill
+    is compiled for every architecture with its own machine code, and any other kernel
+    for the first architecture with the same PTX. Architectures that an `#if` in the
+    source tells apart are kept apart.
     """
     alike = _SAME_CODE if job.fast else _SAME_TEXT
     return alike.get(job.arch, job.arch), _sides(job.variant.source, job.arch)
@@ -108,7 +110,7 @@ def _code_of(job):
 
 @functools.cache
 def _sides(source, arch):
-    """The sides of `arch` in the tests of a source; itself if there are others."""
+    """The outcome of each architecture test in a source; `arch` if one is unknown."""
     text = _source.load(source)
     if "__CUDA_ARCH" in _ARCH_TEST.sub("", text):
         return arch
@@ -118,7 +120,7 @@ def _sides(source, arch):
 
 
 def enough(jobs: Iterable[Job]) -> list[Job]:
-    """Few of the jobs that show all that there is to see in them, one by one."""
+    """A small subset of the jobs that covers every trait of them (greedy set cover)."""
     kernels: dict[Hashable, list[Job]] = {}
     for job in jobs:
         kernel = job.operation, job.row, job.variant.source, job.fast
@@ -127,7 +129,7 @@ def enough(jobs: Iterable[Job]) -> list[Job]:
 
 
 def _cover(jobs):
-    """Of jobs of one kernel: again and again the one that shows most that is new."""
+    """Greedy set cover of the jobs of one kernel."""
     names = {name for job in jobs for name, _ in job.variant.defines}
     shown = [traits(job, names) for job in jobs]
     missing = set().union(*shown)
@@ -140,13 +142,14 @@ def _cover(jobs):
 
 
 def traits(job: Job, names: Iterable[str]) -> set[Hashable]:
-    """What compiling a job shows, in a kernel that has defines of these names.
+    """What compiling a job covers, for a kernel that has defines of these names.
 
-    Pairs: each architecture with each define, its value or absent. In a fast row
-    registers hang on the tile, so there it is also each tile with each architecture and
-    with each option, and each define with each head dimension: a tile is all defines
-    beside options and axes. An optional array takes the same registers in any type, so
-    that its types count once a kernel.
+    The traits are pairs: each architecture with each define (its value, or absent).
+    Registers depend on the tile in a kernel that must not spill, so for those there are
+    also: each tile with each architecture and with each option, and each define with
+    each head dimension. A tile is all defines except options and numbers of axes. An
+    optional array takes the same registers in any dtype, so each dtype counts once for
+    a kernel.
     """
     defines = dict(job.variant.defines)
     entry = job.variant.entry
@@ -177,7 +180,7 @@ def _is_option(name):
 
 
 def _fast_rows(table):
-    """Names of the rows that must not spill."""
+    """Names of the rows whose kernels must not spill."""
     tuples = [value for value in vars(table).values() if isinstance(value, tuple)]
     return {
         row.name

@@ -10,19 +10,19 @@ T = TypeVar("T")
 
 _HAS_RICH = importlib.util.find_spec("rich") is not None
 
-# Width of a table that does not go to a terminal.
+# Table width when the output is not a terminal.
 _FILE_WIDTH = 120
 
 
 def count(text: str) -> int:
-    """The type of an option that counts something: 1 or more."""
+    """The argparse type of a count: an integer of at least 1."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
     return number
 
 
 def complain(text: str) -> None:
-    """Say why a command does not do its work."""
+    """Print why a command cannot do its work."""
     print(text, file=sys.stderr)
 
 
@@ -32,7 +32,7 @@ def heading(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table: text to the left, numbers to the right."""
+    """Print a table: text left-aligned, numbers right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     right = [
         bool(cells) and all(_is_number(row[i]) for row in cells)
@@ -42,7 +42,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _is_number(text):
-    """Whether a cell reads as a number, a share or nothing at all."""
+    """Whether a cell is a number, a percentage or empty."""
     try:
         float(text.removesuffix(" ulp").rstrip(" %x").replace(",", "") or 0)
     except ValueError:
@@ -80,7 +80,7 @@ def _plain_table(columns, cells, right):
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Yield `items` with a progress bar on the terminal, if there is one."""
+    """Yield `items`, with a progress bar if the output is a terminal."""
     if total is None and isinstance(items, Sized):
         total = len(items)
     if not sys.stderr.isatty():
@@ -99,7 +99,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None) -> Iterat
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes in readable units."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return (
@@ -110,7 +110,7 @@ def size(num_bytes: float) -> str:
 
 
 def seconds(t: float) -> str:
-    """A duration for people."""
+    """A duration in readable units."""
     if t < 1e-3:
         return f"{t * 1e6:.0f} us"
     return f"{t * 1e3:.1f} ms" if t < 1 else f"{t:.1f} s"

@@ -26,11 +26,11 @@ the comparison with scikit-learn needs scikit-learn: {extras.command("demo")}.
 
 @dataclass(frozen=True)
 class Size:
-    """How large the problems are, by the side of the image."""
+    """Problem sizes; the fit has side x side pixels."""
 
     simulations: int
-    points: int  # of the density
-    sparse: int  # a slow method computes every sparse-th pixel, down and across
+    points: int  # of the density estimate
+    sparse: int  # slow methods compute every sparse-th pixel in each direction
 
 
 SIZES = {
@@ -42,12 +42,12 @@ SIZES = {
 }
 _SIDE_ON_GPU, _SIDE_ON_CPU = 512, 96
 
-# Of the density, another library computes as many points as make this many pairs.
+# Another library computes as many points of the density as make this many pairs.
 _PAIRS_OF_OTHERS = 20_000_000
 
 
 def add_arguments(parser):
-    """Size, place and back end."""
+    """Problem size, output file and back end."""
     parser.add_argument(
         "--size",
         type=int,
@@ -66,7 +66,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """All parts of the demo."""
+    """Run all parts of the demo."""
     start = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and measure.cuda_device_count() > 0
@@ -103,7 +103,7 @@ def _has(package):
 
 
 def _fit(xp, on_gpu, side, path):
-    """Fit every pixel to simulations; print, draw and return what came of it."""
+    """Fit every pixel to simulations; print and plot the maps and return the report."""
     size = SIZES[side]
     num_pixels = side * side
     console.heading("A Bayesian fit against simulations: myelin water imaging")
@@ -150,7 +150,7 @@ def _fit(xp, on_gpu, side, path):
         if method == demo_fit.least_squares:
             run = _clocked(method, y)
         else:
-            # Compilers, threads and first pages are no part of what is compared.
+            # Compiling, starting threads and first-touch pages are not to be timed.
             method(y if on_gpu else y[:64])
             run = measure.run_once(functools.partial(method, y), on_gpu=on_gpu)
         mean, *others = run.result
@@ -196,7 +196,7 @@ def _fit(xp, on_gpu, side, path):
 
 
 def _clocked(method, *arguments):
-    """A call by the clock alone: counting its memory slows a program of Python down."""
+    """Time a call only: tracing its memory would slow a pure Python program down."""
     start = time.perf_counter()
     result = method(*arguments)
     return measure.Run(result, time.perf_counter() - start, None)
@@ -241,7 +241,7 @@ def _print_fit(rows, num_pixels):
 
 
 def _draw(path, side, truth, maps, rows):
-    """Maps of the myelin fraction, and one line through them, into a file."""
+    """Plot the maps of the myelin fraction and one line through them."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -272,7 +272,7 @@ def _draw(path, side, truth, maps, rows):
     for axes in panels:
         axes.set_axis_off()
 
-    # A row of the sparse grid, so that every method has been there.
+    # A row of the sparse grid, which every method has computed.
     every = side // round(len(maps["least squares, scipy curve_fit"][0]) ** 0.5)
     row = (side // 2) // every * every
     line, x = slice(row * side, (row + 1) * side), np.arange(side)
@@ -309,7 +309,7 @@ def _draw(path, side, truth, maps, rows):
 
 
 def _density(xp, on_gpu, number):
-    """Print and return log density and gradient beside other libraries."""
+    """Compare log density and gradient with other libraries; print, return a table."""
     dimensions = demo_density.DIMENSIONS
     console.heading("Exact kernel density and its gradient")
     print(
@@ -383,7 +383,7 @@ def _density(xp, on_gpu, number):
 
 
 def _slope_error(data, width, gradient, step=1e-4):
-    """How far central differences along each axis are from the gradient, at most."""
+    """Largest difference between the gradient and central differences, of all axes."""
     few = data[:16]
     moves = step * np.eye(data.shape[1])
     slopes = [
@@ -401,7 +401,7 @@ def _to_host(x):
 
 
 def _ladder(xp, on_gpu):
-    """Print and return the tables of the four methods."""
+    """Compare the four methods; print and return the tables."""
     n, d = demo_ladder.N, demo_ladder.HEAD_DIM
     one_matrix = console.size(n * n * 4)
     console.heading(f"Four methods: N = {n}, d = {d}, float32")

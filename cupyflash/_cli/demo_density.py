@@ -27,7 +27,7 @@ def sample(rng, number):
 
 
 def scott(points):
-    """The bandwidth that scipy.stats.gaussian_kde takes for whitened points."""
+    """Scott's rule, as scipy.stats.gaussian_kde applies it to whitened points."""
     number, dimensions = points.shape
     return number ** (-1 / (dimensions + 4))
 
@@ -55,5 +55,6 @@ def by_scipy(points, data, width):
     """Log density by scipy.stats.gaussian_kde."""
     from scipy.stats import gaussian_kde
 
-    # Its kernel has the covariance of the data, here 1, times the square of this.
+    # gaussian_kde scales the covariance of the data, here 1, by the square of this
+    # factor.
     return gaussian_kde(data.T, bw_method=width).logpdf(points.T)

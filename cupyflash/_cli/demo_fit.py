@@ -32,7 +32,7 @@ LOW, HIGH = np.array([0.0, 10.0, 50.0]), np.array([0.3, 40.0, 120.0])
 ECHO_TIMES = 10.0 * np.arange(1, 33)  # ms
 NOISE = 0.01  # the signal starts at 1
 
-# Pixels that a method which stores their scores takes at a time.
+# Pixels per block for the methods that store their scores.
 _BLOCK = 256
 
 
@@ -47,23 +47,24 @@ def simulate(theta):
 
 
 def draw_from_prior(rng, number):
-    """Parameters of `number` simulations, as rows."""
+    """Parameters of `number` simulations, one per row."""
     return rng.uniform(LOW, HIGH, (number, len(LOW)))
 
 
 def phantom(rng, side):
-    """Maps of the parameters, (side**2, 3), which fill the box of the prior evenly.
+    """Maps of the parameters, (side**2, 3), that fill the box of the prior evenly.
 
-    Each map is smooth noise whose values are replaced by their ranks, ranked among the
-    pixels that are alike in the maps before it. Ranked alone, a few blobs of two maps
-    would overlap more than chance has it, and the truth would not follow the prior.
+    Each map is smooth noise whose values are replaced by their ranks among the pixels
+    that have similar values in the earlier maps. Ranked over all pixels instead, blobs
+    of two maps would overlap more than independent parameters do, and the true
+    parameters would not be distributed like the prior.
     """
     frequencies = np.fft.fftfreq(side)[:, None] ** 2 + np.fft.rfftfreq(side) ** 2
     width = side / 12
     blur = np.exp(-2 * (np.pi * width) ** 2 * frequencies)
     num_pixels = side * side
     num_levels = round(num_pixels ** (1 / len(LOW)))
-    alike = np.zeros(num_pixels, int)  # pixels that share a number are alike
+    alike = np.zeros(num_pixels, int)  # equal number: similar earlier maps
     maps = np.empty((num_pixels, len(LOW)))
     for i, (low, high) in enumerate(zip(LOW, HIGH, strict=True)):
         white = np.fft.rfft2(rng.standard_normal((side, side)))
@@ -81,17 +82,17 @@ def phantom(rng, side):
 
 
 class Simulations:
-    """Draws from the prior with their signals, ready to be compared with pixels."""
+    """Samples from the prior and their signals, prepared for comparison with pixels."""
 
     def __init__(self, theta, xp=np):
         self.xp = xp
         signals = simulate(theta)
-        # Centred and in units of the noise, so that float32 is plenty.
+        # Centred and in units of the noise, so that float32 is accurate enough.
         self.centre = signals.mean(axis=0)
         self.keys = self._scaled(signals)
         self.bias = -(self.keys**2).sum(axis=1) / 2
         self.theta = theta
-        # From -1 to 1, as a variance is a small difference of squares.
+        # Scaled to [-1, 1], since the variance is a difference of squares.
         self.units = xp.asarray(_to_units(theta), xp.float32)
 
     def _scaled(self, signals):
@@ -107,7 +108,7 @@ class Simulations:
         return self._moments(out, lse - (queries**2).sum(axis=1) / 2)
 
     def posterior_of_blocks(self, measured):
-        """The same with all scores of a block of pixels in memory."""
+        """The same, storing all scores of a block of pixels."""
         queries = self._scaled(measured)
         values = self.xp.concatenate([self.units, self.units**2], axis=1)
         softmax = _library_softmax(self.xp)
@@ -134,7 +135,7 @@ class Simulations:
         return self.theta[_to_host(self.xp.concatenate(found))], None
 
     def _moments(self, out, log_sum):
-        """Means and deviations in the units of the parameters, on the host."""
+        """Means and standard deviations in the units of the parameters, on the host."""
         mean, square = np.split(_to_host(out).astype(np.float64), 2, axis=1)
         deviation = np.sqrt(np.maximum(square - mean**2, 0)) * (HIGH - LOW) / 2
         evidence = None
@@ -145,7 +146,7 @@ class Simulations:
 
 
 def least_squares(measured):
-    """Each pixel by scipy.optimize.curve_fit, inside the box of the prior."""
+    """Fit each pixel with scipy.optimize.curve_fit, inside the box of the prior."""
     from scipy.optimize import curve_fit
 
     start = (LOW + HIGH) / 2

@@ -1,4 +1,4 @@
-"""The ladder on the teaching case: four ways to one result, N = 4096 and d = 64."""
+"""The four methods on the teaching case, N = 4096 and d = 64."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def inputs(xp):
 
 
 def softmax_rows(xp, on_gpu):
-    """A result a method for softmax over the rows of the scores."""
+    """A row for each method: softmax over the rows of the scores."""
     *_, scores = inputs(xp)
     exact = reference.softmax(scores, axis=-1)
     calls = {m: _bind(softmax, scores, axis=-1, method=m) for m in METHODS}
@@ -37,7 +37,7 @@ def softmax_rows(xp, on_gpu):
 
 
 def attention_rows(xp, on_gpu):
-    """A result a method for attention of one head."""
+    """A row for each method: attention of one head."""
     q, k, v, _ = inputs(xp)
     exact = reference.attention(q, k, v)
     calls = {m: _bind(attention, q, k, v, method=m) for m in METHODS}
@@ -83,7 +83,7 @@ def _measure_all(calls, exact, on_gpu, relative_to_each):
     rows = {}
     for name, call in console.progress(calls.items(), "measuring", len(calls)):
         if on_gpu:
-            call()  # what compiling holds is not the call's
+            call()  # memory held by compiling does not count
         run = measure.run_once(call, on_gpu=on_gpu)
         error = np.abs(reference.to_host(run.result) - exact)
         error = error / (exact if relative_to_each else np.abs(exact).max())

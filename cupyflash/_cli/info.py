@@ -1,4 +1,4 @@
-"""python -m cupyflash info: what there is on this machine. Never fails."""
+"""python -m cupyflash info: versions, devices and libraries here. Never fails."""
 
 import importlib.metadata
 import os
@@ -24,7 +24,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Print the facts; always 0."""
+    """Print the facts; returns 0."""
     console.heading(f"cupyflash {cupyflash.__version__}")
     console.table(("what", "found"), list(_host()))
     console.heading("GPU")
@@ -54,7 +54,7 @@ def _version(name):
 def _gpu():
     try:
         import cupy
-    except Exception as error:  # absent, or its libraries do not load
+    except Exception as error:  # not installed, or its libraries do not load
         yield "CuPy", f"not usable: {_first_line(error)}"
         yield "CuPy back end", f"needs CuPy: {extras.CUDA}"
         return
@@ -68,7 +68,7 @@ def _gpu():
     )
     try:
         count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # the driver has many ways to be absent
+    except Exception as error:  # a missing driver raises many kinds of exception
         yield "CuPy back end", f"no device: {_first_line(error)}"
         return
     usable = 0
@@ -80,7 +80,7 @@ def _gpu():
 
 
 def _device(cupy, device_id):
-    """One device in words, and whether kernels can run on it."""
+    """One device in words, and whether the kernels can run on it."""
     try:
         facts = cupy.cuda.runtime.getDeviceProperties(device_id)
     except Exception as error:
@@ -97,7 +97,7 @@ def _device(cupy, device_id):
 
 
 def _dotted(version):
-    """13.0 of 13000; 0 is how the driver says that it is not there."""
+    """13.0 for 13000; the driver returns 0 if it is not installed."""
     return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
 
 

@@ -1,4 +1,4 @@
-"""python -m cupyflash: the command line, one module a sub-command."""
+"""python -m cupyflash: the command line, one module for each sub-command."""
 
 import argparse
 import os
@@ -12,8 +12,8 @@ from cupyflash._cli import compile as compile_command
 from cupyflash._cli import console, demo
 from cupyflash._cli import info as info_command
 
-# Name -> its module, with add_arguments(parser), run(args) -> exit code and EXAMPLES,
-# and one line of help. The modules import what is heavy only when they run.
+# Name -> its module, which has add_arguments(parser), run(args) -> exit code and
+# EXAMPLES, and a line of help. The modules import heavy packages only when they run.
 COMMANDS = {
     "info": (info_command, "versions, devices, and which back ends can be used"),
     "demo": (demo, "fit simulations, estimate a density, compare the four methods"),
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough: `... | head`
-        # What is still in the buffer has a place to go when Python ends.
+    except BrokenPipeError:  # the reader closed the pipe early, as in `... | head`
+        # Give the rest of the buffer somewhere to go when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # a folder that is none, a disk that is full
+    except OSError as error:  # a missing folder, a full disk
         console.complain(f"python -m cupyflash: {error}")
         return 2

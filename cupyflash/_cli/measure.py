@@ -1,6 +1,6 @@
-"""Time and memory of calls, measured in one way for the demo and all benchmarks.
+"""Time and memory of calls, measured the same way in the demo and all benchmarks.
 
-Candidates are compared by taking turns: a card that gets warm slows all of them.
+The calls are timed in rounds, interleaved, since a GPU that warms up slows all of them.
 """
 
 import datetime
@@ -24,16 +24,16 @@ import cupyflash
 from cupyflash._core import threads
 from cupyflash._cuda import source
 
-# One turn of a candidate on the GPU: enough to average, too short to heat the card.
+# Length of a round on the GPU: enough to average, too short to heat the card.
 _TURN_SECONDS = 0.012
 _PAUSE_SECONDS = 0.04
 _MAX_LAUNCHES = 40
 
-# A call that takes as long on the CPU is timed once: it averages by itself.
+# A call that takes this long on the CPU is timed once: it averages by itself.
 _LONG_CALL_SECONDS = 1.0
 
-# The device waits while the host enqueues a turn: what a call costs there is measured
-# elsewhere, and with some libraries it is more than a short kernel takes.
+# The device spins while the host enqueues a round: the host's cost of a call is
+# measured elsewhere, and in some libraries it exceeds the run time of a short kernel.
 _WAIT = """
 extern "C" __global__ void wait(long long cycles) {
   const long long start = clock64();
@@ -44,7 +44,7 @@ extern "C" __global__ void wait(long long cycles) {
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of the turns, and how far they spread."""
+    """Seconds of one call: the median over the rounds, and their spread."""
 
     seconds: float
     best: float
@@ -63,7 +63,7 @@ def cuda_device_count() -> int:
 
 
 def machine(on_gpu: bool) -> dict[str, Any]:
-    """What a measurement depends on, for the report that goes with it."""
+    """The machine's properties that a measurement depends on, for its report."""
     facts = {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
@@ -94,7 +94,7 @@ def _gpu_facts():
 def _commit():
     """The commit of the sources, with a + if they have changed since; or nothing.
 
-    Where there is no repository, CUPYFLASH_COMMIT can say it.
+    Outside a repository, the environment variable CUPYFLASH_COMMIT is used.
     """
     if said := os.environ.get("CUPYFLASH_COMMIT"):
         return said
@@ -106,7 +106,7 @@ def _commit():
 
 
 def _git(folder, *words):
-    """What git prints; nothing if it cannot."""
+    """The output of a git command; nothing if it fails."""
     command = ["git", "-C", str(folder), *words]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip()
@@ -131,7 +131,7 @@ def interleaved(
     turns: int = 7,
     warm: bool = False,
 ) -> dict[str, Timing]:
-    """Time all `calls`, in an order that rotates from turn to turn.
+    """Time all `calls`, in an order that rotates from round to round.
 
     With `warm` all of them have run before.
     """
@@ -152,13 +152,13 @@ def interleaved(
 
 
 class _CpuTurn:
-    """One call, by the clock of the host."""
+    """One call, timed by the clock of the host."""
 
     def __init__(self, calls, warm):
         self.calls = calls
         if not warm:
             for call in calls.values():
-                call()  # first-use costs: threads, pages, caches
+                call()  # first use: threads, pages, caches
 
     def __call__(self, name):
         start = time.perf_counter()
@@ -167,7 +167,7 @@ class _CpuTurn:
 
 
 class _GpuTurn:
-    """A dozen milliseconds of launches, each between two events, from a cold L2."""
+    """A dozen milliseconds of launches, each between two events and from a cold L2."""
 
     def __init__(self, calls):
         import cupy
@@ -194,7 +194,7 @@ class _GpuTurn:
         return seconds
 
     def _run(self, name, launches, ahead):
-        """Seconds of a launch: on the device, `ahead` of it at first; on the host."""
+        """Seconds per launch: on the device (`ahead` queued first), on the host."""
         call = self.calls[name]
         events = []
         self.wait((1,), (1,), (np.int64(ahead * self.cycles_a_second),))
@@ -214,7 +214,7 @@ class _GpuTurn:
 
 @dataclass(frozen=True)
 class Run:
-    """One call, its result with it."""
+    """One call with its result."""
 
     result: Any
     seconds: float
@@ -222,19 +222,19 @@ class Run:
 
 
 def run_once(call: Callable[[], Any], *, on_gpu: bool) -> Run:
-    """Run `call` once; time it, and find what it holds at its peak.
+    """Run `call` once; time it and find its peak memory.
 
-    Extra bytes are those beside its inputs and its result. On the CPU they are what
-    Python and NumPy allocate; on the GPU, the growth of an empty memory pool.
+    Extra bytes exclude its inputs and its result. On the CPU they are what Python and
+    NumPy allocate; on the GPU, the growth of an empty memory pool.
     """
     gc.collect()
     return _run_on_gpu(call) if on_gpu else _run_on_cpu(call)
 
 
 def peak_memory(call: Callable[[], Any], *, on_gpu: bool) -> int:
-    """The extra bytes of a call, once warm."""
+    """The extra bytes of a call after a warm-up."""
     if on_gpu:
-        call()  # what compiling holds is not the call's
+        call()  # memory held by compiling does not count
     return run_once(call, on_gpu=on_gpu).extra_bytes or 0
 
 
@@ -268,7 +268,7 @@ def _run_on_gpu(call):
 
 
 def _bytes_of(result, kind):
-    """The bytes of a result, or of its parts, that are arrays of a kind."""
+    """The bytes of all arrays of a kind in a result."""
     if isinstance(result, (tuple, list)):
         return sum(_bytes_of(part, kind) for part in result)
     return result.nbytes if isinstance(result, kind) else 0

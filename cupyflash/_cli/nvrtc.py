@@ -1,4 +1,4 @@
-"""What NVRTC, the run-time compiler, says of a kernel; with no GPU in the machine."""
+"""Compile kernels with NVRTC and read its log; needs no GPU."""
 
 import ctypes
 import re
@@ -15,20 +15,21 @@ from cupyflash._core import extras
 from cupyflash._cuda import source
 from cupyflash._cuda.device import Device, device_of_arch
 
-# What CuPy adds. Without the first, generic lambdas are host functions to NVRTC 13.0.
+# Options that CuPy adds. Without the first, NVRTC 13.0 treats generic lambdas as host
+# functions.
 _OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")
 
-# From here on NVRTC keeps what it made where there is a driver; what it has kept, it
-# hands out without the assembler's report.
+# Since this version NVRTC caches its results where there is a driver; a cached result
+# comes without the assembler's report.
 _CACHES_SINCE = (12, 9)
 
-# Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.
+# Warnings not allowed in a fast kernel: the assembler waits after each wgmma.
 _SERIALIZED = re.compile(r"C75\d\d")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the compiler said of one kernel."""
+    """The result of compiling one kernel."""
 
     operation: str
     row: str
@@ -44,7 +45,7 @@ class Outcome:
 
 
 def use(path: Path | None) -> str:
-    """Load a compiler before CuPy looks for one; why it cannot be, or nothing."""
+    """Load a compiler before CuPy looks for one; returns why that fails, or nothing."""
     if path is None:
         return ""
     try:
@@ -58,7 +59,7 @@ def use(path: Path | None) -> str:
 
 
 def version() -> str:
-    """The version of the compiler."""
+    """The version of NVRTC."""
     from cupy_backends.cuda.libs import nvrtc
 
     return "{}.{}".format(*nvrtc.getVersion())
@@ -95,7 +96,7 @@ def unknown(device: Device) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the compiler says of a kernel, whatever its row asks of it."""
+    """The compiler's report on a kernel, before any demand of its kernel row."""
 
     registers: int | None
     stack_bytes: int | None
@@ -106,7 +107,7 @@ class Finding:
 
 
 def find(job: Job) -> tuple[Finding, float]:
-    """Compile a kernel; what the compiler says of it, and the seconds that it took."""
+    """Compile a kernel; the compiler's report and the seconds it took."""
     start = time.perf_counter()
     text = source.load(job.variant.source, job.variant.generated)
     error, log, _ = compile_text(text, job.variant.source, options_of(job))
@@ -115,7 +116,7 @@ def find(job: Job) -> tuple[Finding, float]:
 
 
 def finding_in(log: str, entry: str, error: str = "") -> Finding:
-    """What a log says of an entry."""
+    """The finding for an entry in a log."""
     lines = [line.strip() for line in log.splitlines() if _SERIALIZED.search(line)]
     serialized = "".join(lines[:1])
     return Finding(**read_report(log, entry), serialized=serialized, error=error)
@@ -127,7 +128,7 @@ def compile_one(job: Job) -> Outcome:
 
 
 def outcome_of(job: Job, finding: Finding, seconds: float) -> Outcome:
-    """What a finding means for the row of a job."""
+    """Judge a finding by the demands of the job's kernel row."""
     return Outcome(
         operation=job.operation,
         row=job.row,
@@ -144,7 +145,7 @@ def outcome_of(job: Job, finding: Finding, seconds: float) -> Outcome:
 
 
 def options_of(job: Job) -> tuple[str, ...]:
-    """All options of the compiler, beside those of its own cache."""
+    """All compiler options except those of its cache."""
     options = [*job.variant.options, *_OF_CUPY, "--ptxas-options=-v"]
     if job.variant.arch is None:
         # CuPy compiles a portable kernel for the plain architecture of the device.
@@ -155,7 +156,7 @@ def options_of(job: Job) -> tuple[str, ...]:
 def compile_text(
     text: str, name: str, options: Sequence[str]
 ) -> tuple[str, str, bytes]:
-    """Compile; what went wrong (or nothing), the compiler's log, and the cubin."""
+    """Compile; returns the error (or nothing), the log and the cubin."""
     import cupy  # noqa: F401  (puts the libraries of its wheels on the path)
     from cupy_backends.cuda.libs import nvrtc
 
@@ -180,7 +181,7 @@ def in_parallel(
     num_processes: int,
     nvrtc: Path | None = None,
 ) -> Iterator[tuple[int, Any]]:
-    """The place and the result of each item, as they come, by one compiler."""
+    """(index, result) of each item as they complete, one compiler per process."""
     # A fresh interpreter for each process: CUDA libraries do not like to be forked.
     context = get_context("spawn")
     pool = ProcessPoolExecutor(num_processes, context, use, (nvrtc,))
@@ -188,7 +189,7 @@ def in_parallel(
         places = {pool.submit(function, item): i for i, item in enumerate(items)}
         for future in as_completed(places):
             yield places[future], future.result()
-    finally:  # who stops in between does not wait for all of them
+    finally:  # an interrupted run does not wait for the others
         pool.shutdown(cancel_futures=True)
 
 
@@ -217,7 +218,7 @@ def read_report(log: str, entry: str) -> dict[str, int | None]:
 
 
 def _complaint(job, finding):
-    """What a kernel that compiled must not do."""
+    """What the report shows that the kernel must not do, or nothing."""
     if finding.registers is None:
         return f"the compiler reports no entry {job.variant.entry}"
     if finding.serialized:

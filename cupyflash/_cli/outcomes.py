@@ -1,8 +1,8 @@
-"""What the compiler said of kernels, kept in a file by the digest of their text.
+"""What the compiler reported for each kernel, kept in a file by digest of the source.
 
 `make compile` keeps tests/record/compiled.tsv, so that a clean clone compiles only what
-has changed. It has a line a kernel, in the order of the digests: what two branches add
-lies apart, and .gitattributes lets git keep the lines of both.
+has changed. It has a line for each kernel, sorted by digest, so that two branches
+rarely add neighbouring lines; .gitattributes makes git keep the lines of both.
 """
 
 import functools
@@ -23,11 +23,11 @@ _HEAD = """\
 """
 _NONE = "-"
 
-# Of what another NVRTC compiled, one kernel in so many is compiled again. PyPI has one
-# every few weeks, and users have any version of it, so the file cannot speak for
-# all of them. To compile everything at each release would take half an hour where
-# nothing changed here; to trust the file would hide a compiler that spills. A sample
-# finds what is common, and `make compile FULL=1` the rest.
+# Of the kernels recorded with another NVRTC, one in SAMPLE is compiled again. PyPI has
+# a new NVRTC every few weeks and users have any version, so the file cannot cover all.
+# Compiling everything again at each release would take half an hour where nothing
+# changed here; trusting the file would miss a compiler that spills. A sample finds what
+# is common, and `make compile FULL=1` the rest.
 SAMPLE = 16
 
 _COMMENT = re.compile(
@@ -41,9 +41,9 @@ _SEAM = re.compile(r'^#line \d+ "([^"]+)"$', re.MULTILINE)
 
 @functools.cache
 def tokens_of(text: str) -> str:
-    """C++ without comments and layout: what has the same tokens has the same code.
+    """C++ without comments and layout: equal tokens compile to equal code.
 
-    Directives keep their lines. Operators in a row stay as they are written.
+    Preprocessor directives keep their lines. Adjacent operators stay as written.
     """
     text = _COMMENT.sub(lambda match: match[1] or " ", text.replace("\\\n", " "))
     lines = [""]
@@ -60,7 +60,7 @@ def tokens_of(text: str) -> str:
 
 
 def _files_in(text):
-    """(name, tokens) of the pieces of a joined text, in their order."""
+    """(name, tokens) of the files in a joined text, in their order."""
     first, *rest = _SEAM.split(text)
     names, pieces = ["", *rest[::2]], [first, *rest[1::2]]
     return [(name, tokens_of(p)) for name, p in zip(names, pieces, strict=True)]
@@ -74,11 +74,11 @@ def program_of(text: str) -> str:
 
 @functools.cache
 def _hash_of_bodies(text):
-    """A hash of the tokens of each file in a joined text, whatever their order.
+    """A hash of the tokens of each file in a joined text, in any order of the files.
 
-    A file that moves, and includes that a formatter sorts by their new names, change
-    neither. That headers give the same in any order is the rule here, and a test
-    compiles some of what is known.
+    So moving a file, or sorting includes by new names, changes nothing. Headers here
+    give the same result in any order; a test checks this by compiling some known
+    kernels.
     """
     bodies: dict[str, list[str]] = {}
     for name, tokens in _files_in(text):
@@ -87,32 +87,32 @@ def _hash_of_bodies(text):
 
 
 def digest_of(job: Job) -> str:
-    """A hash of all that a finding depends on beside the compiler."""
+    """A hash of all that a finding depends on besides the compiler."""
     text = source.load(job.variant.source, job.variant.generated)
     facts = _hash_of_bodies(text), job.variant.entry, _nvrtc.options_of(job)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def find(job: Job) -> tuple[str, Finding, float]:
-    """The digest of a job, of the text that is compiled; its finding; the seconds."""
+    """The digest of a job's source, its finding, and the seconds."""
     finding, seconds = _nvrtc.find(job)
     return digest_of(job), finding, seconds
 
 
 @dataclass(frozen=True)
 class _Line:
-    """What the file says of a kernel."""
+    """A line of the file."""
 
-    nvrtc: str  # the version that said it
+    nvrtc: str  # the NVRTC version that was used
     finding: Finding
 
 
 class Outcomes:
-    """Findings of earlier runs; those without an error."""
+    """Findings of earlier runs that had no error."""
 
     def __init__(self, path: Path | None) -> None:
         self.used = 0
-        self.of_others = 0  # of those, found by another NVRTC
+        self.of_others = 0  # of those, found with another NVRTC
         self._path = path
         self._lines: dict[str, _Line] = {}
         if path is not None and path.exists():
@@ -129,7 +129,7 @@ class Outcomes:
                 self._lines[digest] = _Line(nvrtc, finding)
 
     def get(self, job: Job, nvrtc: str | None = None) -> Finding | None:
-        """The finding of a job, if there is one that holds for a version of NVRTC."""
+        """The finding of a job, if one is valid for this version of NVRTC."""
         digest = digest_of(job)
         line = self._lines.get(digest)
         if line is None or (
@@ -141,26 +141,26 @@ class Outcomes:
         return line.finding
 
     def version_of(self, job: Job) -> str:
-        """The NVRTC that said what is known of a job."""
+        """The NVRTC version that a job's finding comes from."""
         return self._lines[digest_of(job)].nvrtc
 
     def put(self, digest: str, finding: Finding, nvrtc: str) -> None:
-        """Keep what was found of a job with this digest."""
+        """Record the finding of the job with this digest."""
         if not finding.error:
             self._lines[digest] = _Line(nvrtc, finding)
 
     def missing(self, jobs: Iterable[Job]) -> tuple[int, int]:
-        """How many jobs have no line, and how many lines no job."""
+        """How many jobs have no line, and how many lines have no job."""
         digests = {digest_of(job) for job in jobs}
         return len(digests - self._lines.keys()), len(self._lines.keys() - digests)
 
     def prune(self, jobs: Iterable[Job]) -> None:
-        """Drop the lines of kernels that are none of these."""
+        """Drop the lines of kernels that are not among these."""
         digests = {digest_of(job) for job in jobs}
         self._lines = {d: line for d, line in self._lines.items() if d in digests}
 
     def save(self) -> None:
-        """Write the file, if there is to be one."""
+        """Write the file, if one was given."""
         if self._path is None:
             return
         rows = []
@@ -177,6 +177,6 @@ class Outcomes:
 
 
 def _is_in_sample(digest, nvrtc):
-    """Whether a version of NVRTC compiles this again; each version takes others."""
+    """Whether this NVRTC version compiles it again; each version samples others."""
     number = hashlib.sha256(f"{digest} {nvrtc}".encode()).digest()
     return int.from_bytes(number) % SAMPLE == 0

@@ -96,7 +96,7 @@ class SoftmaxKernel:
         if problem.function not in self.functions:
             return f"{problem.function} is not one of {', '.join(self.functions)}"
         if problem.is_complex:
-            return "complex numbers have no kernel; CuPy's array operations take them"
+            return "complex numbers have no kernel; CuPy computes them"
         for name in problem.dtypes.values():
             if name and (reason := kernel.refuse_old_device(name, device)):
                 return reason

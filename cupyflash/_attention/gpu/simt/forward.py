@@ -186,7 +186,7 @@ class UnfusedKernel:
     ) -> str | None:
         """Why this kernel does not support `problem` on `device`, or None."""
         if problem.keys_of_part is not None:
-            return "has the scores of all keys at once"
+            return "holds the scores of all keys at once"
         reason = kernel.refuse_old_device(problem.dtype, device)
         return reason or too_many(self.counts(problem, device))
 

@@ -56,7 +56,7 @@ class MmaShortVjpKernel:
             return reason
         for name in ("dbias", "dsinks", "dscore"):
             if getattr(problem, f"need_{name}"):
-                return f"does not make {name}"
+                return f"does not compute {name}"
         for name in "qkv":
             if any(shared_axes(getattr(problem, f"{name}_shape"), forward)):
                 return f"{name} is shared by entries of the batch"

@@ -55,7 +55,7 @@ def unsupported_reason(
     if problem.has_functions:
         return "takes no score or mask function"
     if problem.keys_of_part is not None:
-        return "has all keys of a head at once"
+        return "holds all keys of a head at once"
     for name, most in (("seqlen_q", MOST_QUERIES), ("seqlen_k", most_keys)):
         if not 1 <= (n := getattr(problem, name)) <= most:
             return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"

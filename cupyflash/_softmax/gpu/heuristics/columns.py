@@ -39,7 +39,7 @@ def hold_columns(problem, device):
     """Threads that hold tiles of adjacent columns."""
     layout = problem.layout
     if not layout.is_columns:
-        return "rows do not lie side by side in memory"
+        return "neighbouring rows are not adjacent in memory"
     names = [name for name in ("x", "dy", "out") if problem.dtypes.get(name)]
     widest = max(softmax_config.itemsize_of(problem.dtypes[name]) for name in names)
     vector = _vector(layout, 16 // widest)
@@ -74,7 +74,7 @@ def share_columns(problem, device):
     """Warps with equal shares of the rows of all columns."""
     layout, x = problem.layout, problem.dtypes["x"]
     if not layout.is_columns:
-        return "rows do not lie side by side in memory"
+        return "neighbouring rows are not adjacent in memory"
     if problem.dtypes["b"]:
         return "there are weights"
     if x not in _arrays.FLOATS:
@@ -82,12 +82,12 @@ def share_columns(problem, device):
     size = softmax_config.itemsize_of(x)
     vector = on_chip.VECTOR_BYTES // size
     if _vector(layout, vector) != vector:
-        return "columns are no whole vectors of 16 bytes"
+        return "columns are not a multiple of 16 bytes"
     held = _SHARE_ROWS_HELD[size] if device.smem_optin >= _SHARE_ROOM else 4
     warps = device.num_sms * _SHARE_RESIDENT // 32
     worth = warps * 32 * held * vector * _SHARE_BATCHES
     if problem.num_rows * problem.row_length < worth:
-        return f"fewer than {worth} elements are not worth a launch more"
+        return f"fewer than {worth} elements are not worth another launch"
     for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, although some lanes of a narrow slab are idle.
@@ -128,7 +128,7 @@ def sum_columns(problem, device):
     """Threads that loop down adjacent columns, with a sum for each column."""
     layout = problem.layout
     if not layout.is_columns:
-        return "rows do not lie side by side in memory"
+        return "neighbouring rows are not adjacent in memory"
     if problem.dtypes["b"]:
         return "there are weights"
     size = softmax_config.itemsize_of(problem.dtypes["x"])
@@ -161,7 +161,7 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
     """
     layout = problem.layout
     if not layout.is_columns:
-        return "rows do not lie side by side in memory"
+        return "neighbouring rows are not adjacent in memory"
     widest = max(
         softmax_config.itemsize_of(problem.dtypes[name]) for name in ("x", "out")
     )
@@ -193,7 +193,7 @@ def split_columns(problem, device):
         _MOST_PIECES,
     )
     if pieces < 2:
-        return "there are enough columns for all multiprocessors, or they are short"
+        return "columns are short, or enough for all multiprocessors"
     partials = config.grid[0] * pieces * vector * side
     return tuple(
         softmax_config.varied(

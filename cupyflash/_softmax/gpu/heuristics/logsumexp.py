@@ -74,7 +74,7 @@ def sum_rows(problem, device):
     """Threads that read contiguous rows."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
-        return "neighbours along a row are not neighbours in memory"
+        return "rows are not contiguous"
     if dtypes["b"] or dtypes.get("where"):
         return "there are weights or a mask"
     if dtypes["x"] not in arrays.FLOATS:

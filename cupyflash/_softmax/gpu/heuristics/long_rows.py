@@ -18,7 +18,7 @@ _TOLD_BYTES = 16  # what a block publishes for a row
 def split_rows(problem, device):
     """Blocks that share a row, which is read twice."""
     if not problem.layout.is_rows:
-        return "neighbours along a row are not neighbours in memory"
+        return "rows are not contiguous"
     vectors = problem.row_length * widest_of(problem) // on_chip.VECTOR_BYTES
     parts = num_parts(problem, device, vectors)
     blocks = problem.num_rows * parts
@@ -56,9 +56,9 @@ def trail_rows(problem, device):
     """Blocks that share rows, which are read again from the L2 cache."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
-        return "neighbours along a row are not neighbours in memory"
+        return "rows are not contiguous"
     if device.cc < (9, 0):
-        return f"{device.name} has not been tried"
+        return f"{device.name} has not been tested"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
     if dtypes["x"] not in arrays.FLOATS:
@@ -110,9 +110,9 @@ def trail_pairs(problem, device):
     """Blocks that share rows of y and dy, which are read again from the L2 cache."""
     dtypes = problem.dtypes
     if not problem.layout.is_rows:
-        return "neighbours along a row are not neighbours in memory"
+        return "rows are not contiguous"
     if device.cc[0] != 9:  # for sm_120 16 bits spill 96 bytes
-        return f"{device.name} has not been tried"
+        return f"{device.name} has not been tested"
     names = [dtypes[name] for name in ("x", "dy")]
     if not {*names} <= {*arrays.FLOATS}:
         return f"{', '.join(names)}: not all of {', '.join(arrays.FLOATS)}"
@@ -120,7 +120,7 @@ def trail_pairs(problem, device):
     row_bytes = problem.row_length * widest
     is_short = row_bytes <= _PAIRS_SHORT
     if problem.function != "log_softmax_vjp" and widest > 2:
-        return "y is read twice, too, and rings in shared memory are faster"
+        return "y is read twice as well; rings in shared memory are faster"
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     between = _PAIRS_BETWEEN[0 if is_short else 1]
@@ -130,9 +130,9 @@ def trail_pairs(problem, device):
 def stream_pairs(problem, device):
     """Rows of y and dy that stream through shared memory of many multiprocessors."""
     if not problem.layout.is_rows:
-        return "neighbours along a row are not neighbours in memory"
+        return "rows are not contiguous"
     if device.cc < (8, 0):
-        return f"{device.name} copies nothing to shared memory by itself"
+        return f"{device.name} has no asynchronous copies"
     names = [problem.dtypes[name] for name in ("x", "dy")]
     if not {*names} <= {*arrays.FLOATS}:
         return f"{', '.join(names)}: not all of {', '.join(arrays.FLOATS)}"
@@ -141,7 +141,7 @@ def stream_pairs(problem, device):
     vectors = -(-problem.row_length // vector)
     is_few = problem.row_length * widest_of(problem) * problem.num_rows <= _PAIRS_FEW
     if not is_few and not isinstance(trail_pairs(problem, device), str):
-        return f"{problem.num_rows} rows are faster along a line through L2"
+        return f"{problem.num_rows} rows are faster as a stream through L2"
     stream = on_chip.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"

@@ -52,7 +52,7 @@ def refuse_scale(problem):
     least, most = _SCALES
     if least <= abs(problem.scale) <= most:
         return None
-    return f"a scale of {problem.scale} is not of 2^-100 to 2^100 in size"
+    return f"a scale of {problem.scale} is not between 2^-100 and 2^100 in magnitude"
 
 
 def hold_rows(problem, device):

@@ -46,11 +46,11 @@ def span_rows(problem, device):
     if reason := refuse_scale(problem):
         return reason
     if not _are_back_to_back(problem, ("x", "out")):
-        return "rows do not lie back to back"
+        return "the array is not contiguous"
     vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
     is_narrow = problem.dtypes["x"] in arrays.FLOATS[:3]
     if not rest and not (vectors in _ODD_VECTORS and is_narrow):
-        return "rows are whole vectors of 16 bytes"
+        return "rows are a multiple of 16 bytes"
     deal = lanes, _, turns = _span_deal(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
         return f"elements of rows of {length} lie in the same banks"  # slower at 191
@@ -67,9 +67,9 @@ def span_pairs(problem, device):
         return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
     vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
     if not rest and vectors >= _WHOLE_VECTORS:
-        return f"rows are {vectors} whole vectors of 16 bytes"
+        return f"rows are {vectors} vectors of 16 bytes"
     if not _are_back_to_back(problem, ("x", "dy", "out")):
-        return "rows do not lie back to back"
+        return "the array is not contiguous"
     deal = _pair_deal(length, size, widest)
     held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
     share = _span_share(held_bytes, deal[0], device)
@@ -95,7 +95,7 @@ def span_sums(problem, device):
     if not 1 < length <= LONGEST_SUM_IN_SPAN[size]:
         return f"a row of {length} is not of 2 to {LONGEST_SUM_IN_SPAN[size]} elements"
     if not _are_back_to_back(problem, ("x",)):
-        return "rows do not lie back to back"
+        return "the array is not contiguous"
     deal = 1, 1, _bank_turns(length, size, 1)
     if not _is_calm(deal, size):
         return f"elements of rows of {length} lie in the same banks"
@@ -245,9 +245,9 @@ def short_rows(problem, device):
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
     if not _are_back_to_back(problem, ("x", "out")):
-        return "rows do not lie back to back"
+        return "the array is not contiguous"
     if not problem.layout.is_aligned:
-        return "an array does not begin at a whole vector of 16 bytes"
+        return "an array is not aligned to 16 bytes"
     vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
     held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
     lanes, over = divmod(vectors, held)

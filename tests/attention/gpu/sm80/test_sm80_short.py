@@ -105,8 +105,8 @@ def test_takes_as_many_keys_as_pay(dtype, queries, keys):
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [
-        (gradient(problem(), need_dbias=True), "sm_90a", "does not make dbias"),
-        (gradient(problem(), need_dsinks=True), "sm_90a", "does not make dsinks"),
+        (gradient(problem(), need_dbias=True), "sm_90a", "does not compute dbias"),
+        (gradient(problem(), need_dsinks=True), "sm_90a", "does not compute dsinks"),
         (gradient(problem(keys=113)), "sm_90a", "1 to 112 keys, not 113"),
         (gradient(problem(keys=80, softcap=3.0)), "sm_90a", "registers"),
         (gradient(problem("float32", 96, softcap=3.0)), "sm_90a", "registers"),

@@ -226,6 +226,23 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[2][4],
   }
 }
 
+// Tiles `first` on of `to` += unit * sum, with rounding.
+using group_t = float[kRowTiles][kGroup / 2][2][4];
+template <int kCount>
+__device__ __forceinline__ void add_times(float (&to)[kRowTiles][kCount][4],
+                                          const group_t& sum, int first, float unit) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        to[m][first + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, to[m][first + i][e]);
+      }
+    }
+  }
+}
+
 // s = unit * q k^T
 __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
                                                   const lanes_t& lanes, float unit) {
@@ -246,7 +263,7 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
     }
 #pragma unroll
     for (int n = 0; n < kScoreTiles; n += kGroup) {
-      float sum[kRowTiles][kGroup / 2][2][4] = {};
+      group_t sum = {};
 #pragma unroll
       for (int step = 0; step < kApart && first + step < kSteps; ++step) {
 #pragma unroll
@@ -264,16 +281,7 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
           }
         }
       }
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            s[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, s[m][n + i][e]);
-          }
-        }
-      }
+      add_times(s, sum, n, unit);
     }
   }
 }
@@ -298,7 +306,7 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_fr
   }
 #pragma unroll
   for (int n = 0; n < kOutTiles; n += kGroup) {
-    float sum[kRowTiles][kGroup / 2][2][4] = {};
+    group_t sum = {};
 #pragma unroll
     for (int step = 0; step < kBlockN / 16; ++step) {
 #pragma unroll
@@ -315,16 +323,7 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_fr
         }
       }
     }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          o[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, o[m][n + i][e]);
-        }
-      }
-    }
+    add_times(o, sum, n, unit);
   }
 }
 

@@ -137,8 +137,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const published_t& published) {
-    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
-    k = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    k = swizzled_tiles(tiles);
     v = k + kBytesN;
     q = v + kBytesN;
     dout = q + kStagesQ * kBytesM;

@@ -92,6 +92,25 @@ template <int kStages> struct ring_t {
   }
 };
 
+// dS of 64 queries as rows, in the layout of wgmma's operand A, from P in s and from
+// dP, which is multiplied by `factor` if elem_t is float16.
+template <int kScores>
+__device__ __forceinline__ void weigh_rows(unsigned (&ds)[kScores / 8][4],
+                                           const float (&s)[kScores],
+                                           float (&dp)[kScores],
+                                           const float (&delta)[2], float factor) {
+#pragma unroll
+  for (int e = 0; e < kScores; e += 2) {
+    const int r = e / 2 % 2;
+    if constexpr (kNarrow<elem_t>) {
+      dp[e] *= factor;
+      dp[e + 1] *= factor;
+    }
+    ds[e / 8][e / 2 % 4] =
+        pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]), s[e] * (dp[e] - delta[r]));
+  }
+}
+
 // Stores a warpgroup's 64 rows of a gradient, of which `num_rows` exist. Number e of a
 // thread is in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8 + `row`.
 // Returns `nonfinite`, or NaN if a number is not finite.

@@ -72,8 +72,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const unsigned long long* barriers) {
-    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
-    q = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    q = swizzled_tiles(tiles);
     dout = q + kGroups * kBytesM;
     k = dout + kGroups * kBytesM;
     v = k + kStages * kBytesN;
@@ -247,16 +246,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     constexpr bool kLast = decltype(is_last)::value;
     const unsigned stage = n % kStages;
     unsigned ds[kBlockN / 16][4];
-#pragma unroll
-    for (int e = 0; e < kScores; e += 2) {
-      const int r = e / 2 % 2;
-      if constexpr (kNarrow<elem_t>) {
-        dp[e] *= factor;
-        dp[e + 1] *= factor;
-      }
-      ds[e / 8][e / 2 % 4] =
-          pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]), s[e] * (dp[e] - delta[r]));
-    }
+    weigh_rows(ds, s, dp, delta, factor);
     ptx::wgmma_fence();
     multiply_sums(sums, ds, k_sums + stage * (kBytesN / 16));
     ptx::wgmma_commit_group();

@@ -120,8 +120,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const void* tiles,
                                          const unsigned long long* barriers) {
-    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
-    k = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    k = swizzled_tiles(tiles);
     v = k + kBytesRest;
     q = v + kBytesRest;
     dout = q + kStagesQ * kBytesQ;

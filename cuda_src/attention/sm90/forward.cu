@@ -170,8 +170,7 @@ struct addresses_t {
 
   __device__ __forceinline__ addresses_t(const unsigned char* start,
                                          const unsigned long long* barriers) {
-    // Swizzled tiles need 1024-byte alignment; the host allocates 1024 bytes more.
-    q = (ptx::shared_address(start) + 1023) & ~1023u;
+    q = swizzled_tiles(start);
     k = q + kNumGroups * kBytesQ;
     v = k + kStages * kBytesK;
     out = v + kStages * kBytesV;

@@ -48,6 +48,12 @@ struct counter_t {
   __device__ int* arrived() { return &finished + 1; }
 };
 
+// The shared address of the first tile. Swizzled tiles need 1024-byte alignment, for
+// which the host allocates 1024 bytes more.
+__device__ __forceinline__ unsigned swizzled_tiles(const void* start) {
+  return (ptx::shared_address(start) + 1023) & ~1023u;
+}
+
 // --- pairs of 16-bit numbers
 
 // Two numbers of type elem_t in one word, and arithmetic on such words.

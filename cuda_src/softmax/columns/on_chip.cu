@@ -465,7 +465,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     held.load(x, where, tile);
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
-    wait_for_copies();
+    if (kParked > 0) wait_for_copies();
     softmax(held, out, tile, shared, meetings);
     // No block may send its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();

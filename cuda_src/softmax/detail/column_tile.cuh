@@ -23,10 +23,10 @@
 #include "common/strides.cuh"
 #include "common/types.cuh"
 #include "common/vector.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
 #include "softmax/detail/cluster_exchange.cuh"
+#include "softmax/detail/parking.cuh"
 #include "softmax/detail/sum.cuh"
 
 #ifndef SIDE
@@ -197,24 +197,6 @@ __device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
     of_b.set(0, b.parked[k * kNumThreads]);
     f(of_a, of_b, 0, kHeld + k);
   }
-}
-
-// Starts copying a vector from global to shared memory.
-template <typename T>
-__device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* from) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(*to) >= 4) {
-    ptx::copy_async<sizeof(*to)>(to, from);
-    return;
-  }
-#endif
-  *to = load_vector<kVector>(from);
-}
-// Waits for the copies of this thread.
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kParked > 0) ptx::wait_copies();
-#endif
 }
 
 // Tiles of a block are counted in an int; the host ensures that this suffices.

@@ -20,10 +20,10 @@
 #pragma once
 
 #include "common/vector.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/st_async.cuh"
+#include "softmax/detail/parking.cuh"
 #include "softmax/detail/thread_group.cuh"
 
 #ifndef HELD
@@ -116,25 +116,6 @@ __device__ __forceinline__ void store_slot(const deal_t<kVector>& d, Address add
       if (d.has(v, k)) *address(d.position(v, k)) = written.element[k];
     }
   }
-}
-
-// Starts copying a vector from global to shared memory.
-template <typename T, int kVector>
-__device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* from) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(*to) >= 4) {
-    ptx::copy_async<sizeof(*to)>(to, from);
-    return;
-  }
-#endif
-  *to = load_vector<kVector>(from);
-}
-
-// Waits for the copies of this thread.
-__device__ __forceinline__ void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-  ptx::wait_copies();
-#endif
 }
 
 // A barrier for all threads of the block that share a row.

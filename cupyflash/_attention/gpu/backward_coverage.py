@@ -9,8 +9,12 @@ from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.copy_config import narrow_config
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.gradient_config import rows_config, sum_config
-from cupyflash._attention.gpu.simt import backward_dscore
-from cupyflash._attention.gpu.simt.backward import FALLBACK, VjpKernel
+from cupyflash._attention.gpu.simt.backward import (
+    FALLBACK,
+    VjpKernel,
+    dscore_config,
+    dscore_finish_config,
+)
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.short_backward import MmaShortVjpKernel
@@ -42,10 +46,10 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 found["sum", config.variant] = None
     for grad in FLOATS:
         if kernel.refuse_old_device(grad, device) is None:
-            found["dscore", backward_dscore.finish_config(grad, 1).variant] = None
+            found["dscore", dscore_finish_config(grad, 1).variant] = None
     for forward, batch_dims, tile in _of_named_arrays(device, everything):
         for largest in (1, 0):
-            config = backward_dscore.config(forward, batch_dims, tile, largest)
+            config = dscore_config(forward, batch_dims, tile, largest)
             found["dscore", config.variant] = None
     if f"{device.arch}a" == HOPPER_VJP.arch:
         for word in WORDS:

@@ -173,3 +173,27 @@ TILED_VJP = VjpKernel(
 
 # Computes gradients again if those of a faster row are not finite.
 FALLBACK = TILED_VJP
+
+
+# --- gradients of the arrays that a score function reads ------------------------------
+
+_FINISH_THREADS = 256
+
+
+def dscore_config(forward, batch_dims: int, tile: Tile, largest: int) -> LaunchConfig:
+    """The launch that finds the largest terms, or the one that adds them up."""
+    blocks = attention_config.num_tiles(forward, tile.block_m)
+    return FALLBACK.config(
+        "dscore", tile, forward, batch_dims, forward.dtype, blocks, LARGEST=largest
+    )
+
+
+def dscore_finish_config(grad: str, size: int) -> LaunchConfig:
+    """The launch that makes floats of sums."""
+    defines = ("GRAD_T", CUDA_TYPES[grad]), ("NUM_THREADS", str(_FINISH_THREADS))
+    variant = Variant(
+        "attention/simt/backward_dscore_finish.cu",
+        "attention_vjp_dscore_finish",
+        defines,
+    )
+    return LaunchConfig.over(variant, -(-size // _FINISH_THREADS), _FINISH_THREADS)

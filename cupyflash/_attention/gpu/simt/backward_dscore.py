@@ -10,13 +10,10 @@ from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.gradient_plan import Kernels
 from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._core import arrays as _arrays
-from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.launch_sequence import At, Result, Steps, num_bytes, sections
 
 # What makes them, whatever kernel makes the other gradients.
 _ROW = simt_backward.FALLBACK
-_FINISH_THREADS = 256
 
 
 def result_name(name: str) -> str:
@@ -73,7 +70,7 @@ def with_dscore(steps: Steps, problem, operands, device) -> Steps:
     tile = _ROW.tile(forward, device, heads, forward.seqlen_q)
     for largest in (1, 0):
         arguments = ("q", "k", "v", "dout", "lse", "dscore_delta", *words, bits, *rest)
-        of_pass = config(forward, layout.batch_dims, tile, largest)
+        of_pass = simt_backward.dscore_config(forward, layout.batch_dims, tile, largest)
         launches.append((of_pass, arguments))
     for k, name in enumerate(names):
         parts = [
@@ -82,7 +79,8 @@ def with_dscore(steps: Steps, problem, operands, device) -> Steps:
                 words, (8, 8, 4, 8), (first[k], first[k], first[k], k), strict=True
             )
         ]
-        of_array = finish_config(_arrays.dtype_name(named[name]), sizes[k])
+        dtype = _arrays.dtype_name(named[name])
+        of_array = simt_backward.dscore_finish_config(dtype, sizes[k])
         arguments = (*parts, result_name(name), sizes[k], bits)
         launches.append((of_array, arguments))
     return steps._replace(
@@ -98,22 +96,3 @@ def _named(problem, operands) -> dict[str, Any]:
         return {}
     arrays = operands.forward.functions.score.arrays
     return {name: arrays[name] for name in problem.need_dscore}
-
-
-def config(forward, batch_dims: int, tile, largest: int) -> LaunchConfig:
-    """The launch that finds the largest terms, or the one that adds them up."""
-    blocks = attention_config.num_tiles(forward, tile.block_m)
-    return _ROW.config(
-        "dscore", tile, forward, batch_dims, forward.dtype, blocks, LARGEST=largest
-    )
-
-
-def finish_config(grad: str, size: int) -> LaunchConfig:
-    """The launch that makes floats of sums."""
-    defines = ("GRAD_T", CUDA_TYPES[grad]), ("NUM_THREADS", str(_FINISH_THREADS))
-    variant = Variant(
-        "attention/simt/backward_dscore_finish.cu",
-        "attention_vjp_dscore_finish",
-        defines,
-    )
-    return LaunchConfig.over(variant, -(-size // _FINISH_THREADS), _FINISH_THREADS)

@@ -193,6 +193,8 @@ def trace(function, arrays, mask, values, functions, names=()):
                 at = step.tb_frame.f_code.co_filename, step.tb_lineno
             step = step.tb_next
         fail(f"{type(error).__name__}: {error}", at, cause=error)
+    if isinstance(result, np.ndarray) and result.ndim == 0:
+        result = result[()]  # np.where() of numbers alone makes these
     if isinstance(result, NUMBERS):
         result = Traced(const(result), state)
     if isinstance(result, NamedArray):

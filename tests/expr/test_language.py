@@ -228,6 +228,8 @@ def test_threads_find_one_expression():
         "np.clip(s, min=-1, max=1) + np.where(np.isinf(s / (i - 3)), 1, 0)",
         "np.select([j < 3, j < 6], [s, -s]) + np.select([i > 3], [i], default=-1)",
         "np.where(np.isin(i - j, (0, 2, 5)), s, 0)",
+        "np.where(True, 1.5, 0.0)",
+        "np.select([np.bool_(True)], [2.5], 1.0)",
     ],
 )
 def test_operations_are_those_of_numpy(text):

@@ -83,8 +83,8 @@ right.set_axis_off()
 # --------------------------------
 # One half of the digits judges the other half. scikit-learn gives the same numbers with
 # all digits as neighbours, weighted by the kernel. Its default of five neighbours is
-# what you would normally use if you only want the class: it is as accurate and quick.
-# The kernel gives probabilities, and a gradient if you want to learn the distance.
+# what you would normally use if you only want the class. The kernel gives
+# probabilities, and a gradient if you want to learn the distance.
 
 h, half = float(WIDTHS[best]), NUM // 2
 ours, seconds = timed(

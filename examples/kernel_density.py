@@ -61,9 +61,9 @@ def log_density(points, data, width):
 # Compared with other libraries
 # -----------------------------
 # All in float64. The others give no gradient. A tree lumps far points together, so with
-# a tolerance it gains on the exact sum as points are added, above all in one or two
-# dimensions. If three digits are enough there, try the tree first. Without a tolerance,
-# and in more dimensions, it has to visit nearly all pairs.
+# a tolerance it can skip work where the kernels are narrow. In one or two dimensions,
+# if three digits are enough, try the tree first. Without a tolerance, and in more
+# dimensions, it has to visit nearly all pairs, and the exact sum is faster.
 
 
 def peers(data, points, width):

@@ -78,9 +78,9 @@ print(f"missing pixels are off by {left:.3f}; their mean would be off by "
 # --------------------------
 # On some of the pixels. A factorisation takes time with the cube of their number and
 # memory with the square, but it is a single, very fast operation of LAPACK. So on a CPU
-# **use scikit-learn for up to about 10,000 points**. It also gives you standard
+# **use scikit-learn while its matrix fits in memory**. It also gives you standard
 # deviations and learns the bandwidth. The operator is for what does not fit: 50,000
-# points would need a matrix of 20 GB. On a GPU it wins much earlier.
+# points would need a matrix of 20 GB.
 
 process = GaussianProcessRegressor(
     Matern(6.0, "fixed", nu=1.5), alpha=NOISE, optimizer=None

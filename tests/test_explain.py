@@ -86,7 +86,7 @@ def test_reasons_of_the_kernels_before_it(xp, rng):
     assert list(refused) == before
     assert "1048576" in refused["tiled"]
     assert "1048576" in refused["span"]
-    assert "side by side" in refused["columns"]
+    assert "not adjacent in memory" in refused["columns"]
     assert "not tiled: " in repr(told)
 
 

@@ -109,7 +109,7 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
         is None
     )
     shared = dataclasses.replace(asked, q_shape=(1, 8, 9, 64))
-    assert "in an order that differs" in ROW.unsupported_reason(shared, HOPPER)
+    assert "in an order that varies" in ROW.unsupported_reason(shared, HOPPER)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

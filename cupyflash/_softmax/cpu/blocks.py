@@ -19,9 +19,9 @@ from cupyflash._softmax.problem import split_scale
 BLOCK = 64 * 1024
 # Elements up to which whole rows are held; one read is worth leaving that cache.
 _HELD = 256 * 1024
-# Columns of memory that are read side by side where rows run across memory: below 64,
-# lines of the cache are fetched more than once (12 ns an element, not 5).
-_SIDE_BY_SIDE = 64
+# Columns of memory that are read side by side where rows run across memory: strips of
+# 64 take twice as long to read.
+_SIDE_BY_SIDE = 256
 _FEWEST_SIDE_BY_SIDE = 32
 # Rows shorter than this are slow to reduce one by one (17 ns an element at 4, not 4).
 _SHORT_ROW = 24
@@ -100,10 +100,9 @@ class Rows:
         across &= self.kept[-1] >= _FEWEST_SIDE_BY_SIDE
         self.side_by_side = across or (self.length < _SHORT_ROW and prod(self.kept) > 1)
         self.per_block = max(1, BLOCK // self.length)
-        held = _HELD
         if across:
             self.per_block = max(self.per_block, _SIDE_BY_SIDE)
-            held *= 4  # such blocks gain most from one read
+        held = BLOCK if across else _HELD  # strips of few columns are slow to read
         self.fits = self.length * min(self.per_block, prod(self.kept)) <= held
         self.near_dtype = _near_dtype(problem)
 
@@ -212,12 +211,15 @@ class Block:
 
     def _lies_ready(self, name, piece, dtype):
         """An operand as a matrix in our order of memory without a copy, or None."""
-        if "where" in self._rows.views or self._rows.side_by_side:
-            return None
         part = self._part(name, piece)
-        if part.dtype != dtype or not part.flags.c_contiguous:
+        if "where" in self._rows.views or part.dtype != dtype:
             return None
-        return part.reshape(self.num_rows, -1)
+        try:
+            matrix = part.reshape(self.num_rows, -1, copy=False)
+        except ValueError:  # its axes cannot be merged
+            return None
+        step = matrix.strides[not self._rows.side_by_side]
+        return matrix if step == matrix.itemsize else None
 
     def _without_absent(self, piece, x):
         if (absent := self.absent(piece)) is not None:
@@ -229,11 +231,13 @@ class Block:
         where = self.matrix("where", piece, np.bool_)
         return None if where is None else np.logical_not(where, out=where)
 
-    def rescale(self, piece: Box, factor: Any) -> None:
-        """Multiply what was written; an absent element stays what it is."""
+    def rescale(self, piece: Box, factors: Any) -> None:
+        """Multiply the written rows; an absent element stays what it is."""
         out = self._part("out", piece)
         where = self._part("where", piece)
-        np.multiply(out, factor, out=out, where=True if where is None else where)
+        kept = len(self._rows.kept)
+        factors = factors.reshape(out.shape[:kept] + (1,) * (out.ndim - kept))
+        np.multiply(out, factors, out=out, where=True if where is None else where)
 
     def write(self, piece: Box, values: Any) -> None:
         """Store (rows, columns); an absent element gets the value for such."""
@@ -321,12 +325,13 @@ def row_max(x: Any) -> Any:
 def row_sum(x: Any, dtype: Any = None) -> Any:
     """Sum of each row, as a column, of short partial sums."""
     num_terms = x.shape[1]
+    wider = dtype is not None and np.dtype(dtype).itemsize > x.itemsize
     if x.flags.c_contiguous:
         tail = num_terms % 8
         if tail and num_terms in _TAIL_MATTERS and x.dtype == np.float64:
             total = np.add.reduce(x[:, :-tail], axis=1, keepdims=True)
             return total + np.einsum("rc->r", x[:, -tail:])[:, None]
-    elif num_terms > _TERMS:
+    elif num_terms > _TERMS and not wider:
         columns, whole = x.T, num_terms - num_terms % _TERMS
         groups = columns[:whole].reshape(-1, _TERMS, len(x))
         total = row_sum(np.add.reduce(groups, axis=1, dtype=dtype).T)

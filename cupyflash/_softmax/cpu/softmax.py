@@ -3,6 +3,8 @@
 Each method below takes a block of rows, which stays in the cache; threads take blocks.
 """
 
+import itertools
+
 import numpy as np
 
 from cupyflash._core import arrays
@@ -172,7 +174,7 @@ def _run_rows(problem, operands, threads):
     """All functions whose result has the shape of the input."""
     rows = Rows(problem, **operands._asdict())
     method = _method(problem, rows)
-    if method is _tiled_long_rows:
+    if method is _tiled_in_pieces:
         method(problem, rows, threads)
         return
 
@@ -192,10 +194,7 @@ def _method(problem, rows):
         return _tiled  # complex maxima do not merge as real ones do
     if problem.method in ("safe", "online"):
         return _safe if problem.method == "safe" else _online
-    if rows.fits:
-        return _tiled
-    # Many long rows side by side, or one after another by all threads.
-    return _online if rows.side_by_side else _tiled_long_rows
+    return _tiled if rows.fits else _tiled_in_pieces
 
 
 def _computes_in(problem):
@@ -359,7 +358,7 @@ def _all_near_zero(m):
     return np.minimum.reduce(m, None) >= 0 and np.maximum.reduce(m, None) < unit
 
 
-def _exp_near(x, m, block, is_zero):
+def _exp_near(x, m, block, is_zero, out=None):
     """(base, exp(x - base)) for rows x with maxima m, to the last digits.
 
     The base is the next multiple of a unit below the maximum, so that no sum overflows
@@ -367,9 +366,9 @@ def _exp_near(x, m, block, is_zero):
     difference to make. Others are multiples of the last digit of every x: then the
     error of the difference takes two operations, by Fast2Sum (Dekker), and not five.
     """
-    d = block.buffer("d", x.shape, x.dtype)
+    d = block.buffer("d", x.shape, x.dtype) if out is None else out
     if is_zero:
-        return np.zeros_like(m), np.exp(x, out=d)
+        return np.zeros(m.shape, m.dtype), np.exp(x, out=d)
     unit, _, depth = _NEAR[x.dtype]
     base = np.floor(m / unit) * unit
     low = block.buffer("low", x.shape, x.dtype)
@@ -503,12 +502,14 @@ def _tiled(problem, block):
         block.write(piece, np.subtract(d, last, out=d))
 
 
-# Elements of a piece of a long row: few enough that x and two buffers stay in a core's
-# second-level cache, enough that the interpreter is not what threads wait for.
-_LONG_PIECE = BLOCK // 2
+# Elements of a piece of rows too long to hold: x and two buffers stay near the core,
+# and the interpreter is not what threads wait for.
+_PIECE = 2 * BLOCK
+# Rows of a piece that lie side by side, so that memory is read at a stretch.
+_ROWS_SIDE_BY_SIDE = 4096
 
 
-def _tiled_long_rows(problem, rows, threads):
+def _tiled_in_pieces(problem, rows, threads):
     """Rows too long to hold: (m, d) of every piece, their merge, the result.
 
     A result of the dtype that is computed in holds the exponentials of a softmax in
@@ -517,23 +518,29 @@ def _tiled_long_rows(problem, rows, threads):
     work, near = _work_dtype(problem), rows.near_dtype
     kept = rows.views["out"].dtype
     keeps = problem.function == "softmax" and kept in (work, near)
-    row_boxes = list(boxes(rows.kept, 1))
-    pieces = list(boxes(rows.reduced, _LONG_PIECE))
-    shape = len(row_boxes), len(pieces)
-    tasks = list(np.ndindex(shape))
-    m, d = np.empty(shape), np.empty(shape)
+    together = _ROWS_SIDE_BY_SIDE if rows.side_by_side else 1
+    groups = list(boxes(rows.kept, together))
+    pieces = list(boxes(rows.reduced, _PIECE // min(together, problem.num_rows)))
+    tasks = list(np.ndindex(len(groups), len(pieces)))
+    # The rows of a group are neighbours in the flat order of all.
+    starts = np.cumsum([0] + [Block(rows, box, None).num_rows for box in groups])
+    here = [slice(*pair) for pair in itertools.pairwise(starts.tolist())]
+    # Of rows side by side, what a piece has is side by side, too.
+    order = "F" if rows.side_by_side else "C"
+    m, d = (np.empty((problem.num_rows, len(pieces)), order=order) for _ in range(2))
 
     def summarize(task, scratch):
-        r, p = task
-        block = Block(rows, row_boxes[r], scratch)
+        g, p = task
+        block = Block(rows, groups[g], scratch)
         if keeps:
-            m[task], d[task] = _write_exp(problem, block, pieces[p])
-            return
-        x = block.keys(pieces[p], work)
-        m[task] = row_max(x).item()
-        # What the difference loses is an absolute error of its exponential.
-        np.subtract(x, _finite_or_zero(m[task]), out=x)
-        d[task] = row_sum(np.exp(_times(x, _factor(problem)), out=x)).item()
+            base, total = _write_exp(problem, block, pieces[p])
+        else:
+            x = block.keys(pieces[p], work)
+            base = row_max(x)
+            # What the difference loses is an absolute error of its exponential.
+            np.subtract(x, _finite_or_zero(base), out=x)
+            total = row_sum(np.exp(_times(x, _factor(problem)), out=x))
+        m[here[g], p], d[here[g], p] = base[:, 0], total[:, 0]
 
     _threads.for_each(summarize, tasks, threads)
     with np.errstate(all="ignore"):
@@ -547,45 +554,47 @@ def _tiled_long_rows(problem, rows, threads):
     if problem.function == "log_softmax":
         last = np.empty_like(total)
 
-        def take_log(r, scratch):
-            block = Block(rows, row_boxes[r], scratch)
+        def take_log(g, scratch):
+            block, at = Block(rows, groups[g], scratch), here[g]
             with np.errstate(all="ignore"):
-                last[r] = _log_of_sum(problem, total[r : r + 1], base[r], block, pieces)
+                last[at] = _log_of_sum(problem, total[at], base[at], block, pieces)
 
-        _threads.for_each(take_log, range(len(row_boxes)), threads)
+        _threads.for_each(take_log, range(len(groups)), threads)
     elif keeps:
         with np.errstate(all="ignore"):
-            block = Block(rows, row_boxes[0], _threads.Scratch())
+            block = SmallBlock(m, rows.side_by_side, key_factor=1.0)
             factors = _exp_difference(problem, m, top, block) / total
             factors = factors.astype(kept, copy=False)
 
     def write(task, scratch):
-        r, p = task
-        block = Block(rows, row_boxes[r], scratch)
+        g, p = task
+        block, at = Block(rows, groups[g], scratch), here[g]
         if keeps:
-            block.rescale(pieces[p], factors[task])
+            block.rescale(pieces[p], factors[at, p])
             return
         x = block.keys(pieces[p], work)
-        block.write(pieces[p], _finish(problem, x, base[r], last[r], block))
+        block.write(pieces[p], _finish(problem, x, base[at], last[at], block))
 
     _threads.for_each(write, tasks, threads)
 
 
 def _write_exp(problem, block, piece):
-    """Store exp(scale * (x - base)) of a piece of one row: (base, its sum)."""
-    found = None
+    """Store exp(scale * (x - base)) of a piece of some rows: (base, their sums)."""
+    x = m = None
     if block.near_dtype is not None:
         x = block.keys_to_read(piece, block.near_dtype)
         m = row_max(x)
-        if _is_near(m).item():
-            found = _exp_near(x, m, block, _all_near_zero(m))
-    if found is None:
-        x = block.keys(piece, _work_dtype(problem))
-        m = row_max(x)
-        found = m, _exp_difference(problem, x, _finite_or_zero(m), block)
-    base, e = found
-    block.write(piece, e)
-    return base.item(), row_sum(e, np.float64).item()
+    if m is not None and _is_near(m).all():
+        target = block.target(piece, x.dtype)
+        base, e = _exp_near(x, m, block, _all_near_zero(m), target)
+    else:
+        x, target = block.keys(piece, _work_dtype(problem)), None
+        base = row_max(x)
+        e = _exp_difference(problem, x, _finite_or_zero(base), block)
+    total = row_sum(e, np.float64)
+    if target is None:
+        block.write(piece, e)
+    return base, total
 
 
 _KERNELS = {
@@ -593,7 +602,7 @@ _KERNELS = {
     _safe: "safe",
     _online: "online",
     _tiled: "tiled",
-    _tiled_long_rows: "tiled",
+    _tiled_in_pieces: "tiled",
 }
 
 # --- gradients -----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from cupyflash._core import threads
 from cupyflash._softmax.cpu import softmax as softmax_cpu
 
 FAMILY = ("softmax", "log_softmax", "logsumexp")
-PIECE = softmax_cpu._LONG_PIECE
+PIECE = softmax_cpu._PIECE
 # Rows of more elements than are held as a whole.
 LONG = 9 * PIECE
 

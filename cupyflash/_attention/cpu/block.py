@@ -17,6 +17,7 @@ from cupyflash._core import threads
 # Terms of a sum that BLAS makes. Blocks of so many are added up in float32 to a run,
 # and runs in float64; 2e-6 is what is promised at any length.
 LONGEST_SUM = 512
+_LONGEST_SUM_OF_A_VECTOR = 1024  # whose terms it adds up by fours
 BLOCKS_OF_A_RUN = 16
 # Numbers that a step of NumPy must have side by side to be quick.
 _WIDE = 32
@@ -302,26 +303,29 @@ def product(a, b, out=None):
     In float32 the error of such a sum grows with the number of its terms. Blocks are
     added up in runs, and runs in float64.
     """
-    terms = a.shape[-1]
+    rows, terms = a.shape[-2:]
     if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
         return np.multiply(a, b, out)
-    if terms <= LONGEST_SUM:
+    longest = LONGEST_SUM if rows > 1 else _LONGEST_SUM_OF_A_VECTOR
+    if terms <= longest:
         return np.matmul(a, b, out)
-    num_blocks = terms // LONGEST_SUM
-    whole = num_blocks * LONGEST_SUM
-    blocks_a = a[..., :whole].reshape(*a.shape[:-1], num_blocks, LONGEST_SUM)
-    blocks_b = b[..., :whole, :].reshape(
-        *b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1]
-    )
-    parts = np.matmul(blocks_a.swapaxes(-2, -3), blocks_b)
-    if num_blocks <= BLOCKS_OF_A_RUN:
-        total = np.add.reduce(parts, -3, None, out)
-    else:
+    num_blocks, rest = divmod(terms, longest)
+    rest_of_sum = None
+    if rest:
+        whole = terms - rest
+        rest_of_sum = np.matmul(a[..., whole:], b[..., whole:, :])
+        a, b = a[..., :whole], b[..., :whole, :]
+    a = a.reshape(*a.shape[:-1], num_blocks, longest).swapaxes(-2, -3)
+    b = b.reshape(*b.shape[:-2], num_blocks, longest, b.shape[-1])
+    total = np.matmul(a, b)
+    if num_blocks > BLOCKS_OF_A_RUN:
         starts = range(0, num_blocks, BLOCKS_OF_A_RUN)
-        runs = np.add.reduceat(parts, starts, axis=-3)
+        runs = np.add.reduceat(total, starts, axis=-3)
         total = np.add.reduce(runs, axis=-3, dtype=np.float64)
-    if terms > whole:
-        np.add(total, np.matmul(a[..., whole:], b[..., whole:, :]), out=total)
+    else:
+        total = np.add.reduce(total, -3, None, out)
+    if rest:
+        np.add(total, rest_of_sum, out=total)
     if out is None:
         return total.astype(a.dtype, copy=False)
     if total is not out:

@@ -42,7 +42,7 @@ _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
 # matrix times vector, and matrix times matrix; and those of a product of vectors (the
 # thresholds of OpenBLAS).
-_SMALL_FOR_BLAS = 9216, 1 << 18
+_SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
 
 
@@ -118,12 +118,12 @@ def _lies_side_by_side(problem):
     """Whether a key has its scores of all rows in a line of memory.
 
     NumPy begins and ends a maximum or a sum for each row (some 50 ns), but takes those
-    of many rows side by side as quickly as it adds: that pays off with as many rows as
+    of many rows side by side as quickly as it adds: that pays off with more rows than
     keys. BLAS does not mind.
     """
     keys = problem.seqlen_k
     across = problem.bias or problem.mask
-    return keys <= _rows_of_a_box(problem) and (keys <= _FEW_KEYS or not across)
+    return keys < _rows_of_a_box(problem) and (keys <= _FEW_KEYS or not across)
 
 
 def _is_power_of_two(factor):
@@ -222,7 +222,7 @@ class Direct:
     def _compute(self, q, k, v, bias):
         if self._folds:
             q = np.multiply(q, self._factor)
-        elif self._may_be_square and _is_square(q, k):
+        elif self._may_be_square and np.may_share_memory(q, k):
             q = q.copy()
         if self._side_by_side:
             s = np.matmul(k, q.swapaxes(-1, -2)).swapaxes(-1, -2)

@@ -2,7 +2,11 @@
 
 import inspect
 import itertools
+import pathlib
 import re
+import sys
+import threading
+import time
 import tracemalloc
 import types
 import warnings
@@ -139,7 +143,7 @@ def ways(monkeypatch):
     return taken
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (1, 1, 100, 64), (20, 8, 8, 16)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (1, 1, 4096, 64), (20, 8, 8, 16)])
 def test_short_calls_take_no_thread_and_leave_blas_alone(rng, ways, shape):
     q, k, v = arrays(rng, *shape)
     cupyflash.attention(q, k, v)
@@ -148,8 +152,38 @@ def test_short_calls_take_no_thread_and_leave_blas_alone(rng, ways, shape):
     assert ways == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_blas_takes_no_thread_for_small_products(dtype):
+    """A thread that BLAS wakes waits for more, for 20 ms on a core."""
+
+    def seconds_of_others():
+        own, tasks = threading.get_native_id(), pathlib.Path("/proc/self/task")
+        return sum(
+            int((task / "schedstat").read_text().split()[0]) * 1e-9
+            for task in tasks.iterdir()
+            if int(task.name) != own
+        )
+
+    vector, matrix = entries._SMALL_FOR_BLAS
+    x = np.ones(entries._SMALL_DOT, dtype)
+    k = np.ones((vector // 64, 64), dtype)
+    many = np.ones((matrix // (64 * 16), 64), dtype)
+    p = np.ones((16, len(many)), dtype)
+    products = [
+        lambda: x.dot(x), lambda: k[:1] @ k.T, lambda: np.ones((1, len(k)), dtype) @ k,
+        lambda: many[:16] @ many.T, lambda: p @ many,
+    ]  # fmt: skip
+    time.sleep(0.1)  # what a test before has woken
+    before = seconds_of_others()
+    for product in products:
+        product()
+    time.sleep(0.1)
+    assert seconds_of_others() - before < 0.01
+
+
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 150, 64), (1, 300, 300, 64), (8, 1, 2000, 16), (1, 4096, 1, 64)]
+    "shape", [(1, 1, 8000, 64), (1, 300, 300, 64), (2, 1, 30000, 16), (1, 4096, 1, 128)]
 )
 def test_calls_below_a_millisecond_take_one_thread(rng, ways, shape):
     q, k, v = arrays(rng, *shape)

@@ -300,8 +300,9 @@ def offset_of(problem, operands):
 def product(a, b, out=None):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
-    In float32 the error of such a sum grows with the number of its terms. Blocks are
-    added up in runs, and runs in float64.
+    In float32 the error of such a sum grows with the number of its terms. Few blocks
+    are added up as they are; of many, float32 ones are in float64, and float64 ones in
+    runs.
     """
     rows, terms = a.shape[-2:]
     if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
@@ -318,12 +319,13 @@ def product(a, b, out=None):
     a = a.reshape(*a.shape[:-1], num_blocks, longest).swapaxes(-2, -3)
     b = b.reshape(*b.shape[:-2], num_blocks, longest, b.shape[-1])
     total = np.matmul(a, b)
-    if num_blocks > BLOCKS_OF_A_RUN:
-        starts = range(0, num_blocks, BLOCKS_OF_A_RUN)
-        runs = np.add.reduceat(total, starts, axis=-3)
-        total = np.add.reduce(runs, axis=-3, dtype=np.float64)
-    else:
+    if num_blocks <= BLOCKS_OF_A_RUN:
         total = np.add.reduce(total, -3, None, out)
+    else:
+        if total.dtype == np.float64:
+            starts = range(0, num_blocks, BLOCKS_OF_A_RUN)
+            total = np.add.reduceat(total, starts, axis=-3)
+        total = np.add.reduce(total, axis=-3, dtype=np.float64)
     if rest:
         np.add(total, rest_of_sum, out=total)
     if out is None:

@@ -307,17 +307,16 @@ def product(a, b, out=None):
     rows, terms = a.shape[-2:]
     if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
         return np.multiply(a, b, out)
-    longest = LONGEST_SUM if rows > 1 else _LONGEST_SUM_OF_A_VECTOR
-    if terms <= longest:
+    if terms <= (LONGEST_SUM if rows > 1 else _LONGEST_SUM_OF_A_VECTOR):
         return np.matmul(a, b, out)
-    num_blocks, rest = divmod(terms, longest)
+    num_blocks, rest = divmod(terms, LONGEST_SUM)
     rest_of_sum = None
     if rest:
         whole = terms - rest
         rest_of_sum = np.matmul(a[..., whole:], b[..., whole:, :])
         a, b = a[..., :whole], b[..., :whole, :]
-    a = a.reshape(*a.shape[:-1], num_blocks, longest).swapaxes(-2, -3)
-    b = b.reshape(*b.shape[:-2], num_blocks, longest, b.shape[-1])
+    a = a.reshape(*a.shape[:-1], num_blocks, LONGEST_SUM).swapaxes(-2, -3)
+    b = b.reshape(*b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1])
     total = np.matmul(a, b)
     if num_blocks <= BLOCKS_OF_A_RUN:
         total = np.add.reduce(total, -3, None, out)

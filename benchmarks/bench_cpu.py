@@ -126,7 +126,7 @@ def measure(case, calls, error_of, largest_error, work, turns, repeats):
             "seconds": times[name].seconds / repeats,
             "best": times[name].best / repeats,
             "worst": times[name].worst / repeats,
-            "rate": work / times[name].seconds / 1e9,
+            "rate": work / times[name].seconds,
             "error": errors[name],
         }
         if name != "torch":
@@ -158,7 +158,7 @@ def print_rows(rows):
         memory = "-" if extra is None else f"{extra / 2**20:.1f}"
         print(
             f"{row['case']:34} {row['provider']:10} {row['seconds'] * 1e3:9.4g} "
-            f"{row['rate']:8.1f} {memory:>8} {row['error']:8.1e}"
+            f"{row['rate'] / 1e9:8.1f} {memory:>8} {row['error']:8.1e}"
         )
 
 

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -89,6 +90,31 @@ def version(package):
         return "unknown"
 
 
+def blas():
+    """The BLAS libraries of this process, and what the environment sets of them.
+
+    A fair run sets nothing: OpenBLAS then takes the kernel made for the processor, as
+    it does for a user. OPENBLAS_CORETYPE may make it take a slower one.
+    """
+    import threadpoolctl
+
+    return {
+        "libraries": [
+            {key: library.get(key) for key in _BLAS_FACTS}
+            for library in threadpoolctl.threadpool_info()
+            if library["user_api"] == "blas"
+        ],
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OPENBLAS_", "OMP_", "MKL_"))
+        },
+    }
+
+
+_BLAS_FACTS = ("internal_api", "version", "architecture", "num_threads")
+
+
 def save(path, benchmark, on_gpu, **content):
     """Write the report of one benchmark, with what it depends on."""
     if path is None:
@@ -99,6 +125,8 @@ def save(path, benchmark, on_gpu, **content):
             machine[package] = version(package)
     if "torch" in sys.modules and (cudnn := sys.modules["torch"].backends.cudnn):
         machine["cudnn"] = cudnn.version()
+    if not on_gpu:
+        machine["blas"] = blas()
     if _absent:
         machine["absent"] = dict(_absent)
     report = {"benchmark": benchmark, "machine": machine, **content}

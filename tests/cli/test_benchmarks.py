@@ -207,6 +207,17 @@ def test_the_short_table_has_all_cells_of_the_long_one(script):
     assert long[0] == len(list(tables.cells()))
 
 
+def test_a_report_of_the_cpu_names_what_blas_runs(script, tmp_path, monkeypatch):
+    timing = script("timing")
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    timing.save(tmp_path / "a.json", "a", False)
+    blas = json.loads((tmp_path / "a.json").read_text("utf-8"))["machine"]["blas"]
+    assert blas["environment"]["OPENBLAS_CORETYPE"] == "Haswell"
+    for library in blas["libraries"]:
+        assert library["version"]
+        assert library["num_threads"] >= 1
+
+
 # --- the landscape -------------------------------------------------------------------
 
 

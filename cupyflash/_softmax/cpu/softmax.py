@@ -564,13 +564,19 @@ def _tiled_in_pieces(problem, rows, threads):
         with np.errstate(all="ignore"):
             block = SmallBlock(m, rows.side_by_side, key_factor=1.0)
             factors = _exp_difference(problem, m, top, block) / total
-            factors = factors.astype(kept, copy=False)
+            # A factor may underflow where its product with a large exponential does not:
+            # then the piece is multiplied by its root, twice.
+            far = factors < np.finfo(kept).tiny
+            roots = np.exp(below / 2) / np.sqrt(total) if far.any() else factors
+            factors, roots = (f.astype(kept, copy=False) for f in (factors, roots))
 
     def write(task, scratch):
         g, p = task
         block, at = Block(rows, groups[g], scratch), here[g]
         if keeps:
-            block.rescale(pieces[p], factors[at, p])
+            is_far = far[at, p].any()
+            for part in (roots, roots) if is_far else (factors,):
+                block.rescale(pieces[p], part[at, p])
             return
         x = block.keys(pieces[p], work)
         block.write(pieces[p], _finish(problem, x, base[at], last[at], block))

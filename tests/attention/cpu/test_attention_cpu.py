@@ -257,6 +257,63 @@ def test_products_of_many_terms(rng, dtype, terms, width):
     assert block.product(a, b).tobytes() == out.tobytes()
 
 
+OPTIONS = {
+    "causal": lambda rng, rows, keys: {"causal": True},
+    "window": lambda rng, rows, keys: {"window": (3, 5)},
+    "left": lambda rng, rows, keys: {"window": (2, None)},
+    "bias": lambda rng, rows, keys: {
+        "bias": rng.normal(size=(rows, keys)).astype(np.float32)
+    },
+    "mask": lambda rng, rows, keys: {"mask": rng.random((2, rows, keys)) < 0.7},
+    "alibi": lambda rng, rows, keys: {
+        "alibi_slopes": np.array([0.5, 0.1], np.float32), "causal": True
+    },
+    "lengths": lambda rng, rows, keys: {
+        "key_lengths": np.array([keys // 2, keys]), "query_lengths": np.array([1, rows])
+    },
+    "offset": lambda rng, rows, keys: {
+        "query_offset": np.array([-2, 4]), "causal": True
+    },
+    "sinks": lambda rng, rows, keys: {"sinks": np.array([0.5, -1], np.float32)},
+    "softcap": lambda rng, rows, keys: {"softcap": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("keys", [1, 9, 40])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_scores_of_more_rows_than_keys(rng, option, keys, layout):
+    """They lie side by side, so that every option meets another order of memory."""
+    rows = 70
+    q, k, v = arrays(rng, 2, rows, keys, 8, heads=2, kv_heads=2)
+    options = OPTIONS[option](rng, rows, keys)
+    exact, lse, _ = oracle.attention(q, k, v, **options)
+    if layout == "bshd":
+        q, k, v, exact = (x.swapaxes(1, 2) for x in (q, k, v, exact))
+    for _ in range(2):  # the second one is a known call
+        y = cupyflash.attention(q, k, v, layout=layout, **options)
+        np.testing.assert_allclose(y, exact.astype(float), rtol=1e-5, atol=2e-6)
+    y, y_lse = cupyflash.attention(q, k, v, layout=layout, return_lse=True, **options)
+    np.testing.assert_allclose(y, exact.astype(float), rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(y_lse, lse.astype(float), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("keys", [3, 40])
+def test_what_is_not_seen_never_counts_where_rows_are_many(rng, keys):
+    q, k, v = arrays(rng, 2, 70, keys, 8)
+    exact, *_ = oracle.attention(q, k, v, causal=True)
+    hidden = [x.copy() for x in (k, v)]
+    hidden[0][..., -1, :], hidden[1][..., -1, :] = np.inf, np.nan
+    for _ in range(2):
+        y = cupyflash.attention(q, *hidden, causal=True)
+        sees = np.arange(70) == 69  # the last query alone sees the last key
+        np.testing.assert_allclose(
+            y[..., ~sees, :], exact[..., ~sees, :].astype(float), rtol=1e-5, atol=2e-6
+        )
+        assert np.isnan(y[..., sees, :]).all()
+        assert (y[..., : 70 - keys, :] == 0).all()  # rows that see no key
+
+
 def test_memory_of_many_entries(rng):
     q, k, v = arrays(rng, 4000, 8, 64, 4)
     cupyflash.attention(q, k, v)

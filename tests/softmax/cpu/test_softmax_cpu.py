@@ -108,6 +108,20 @@ def test_pieces_far_apart():
     assert (y[PIECE:] == 0).all()
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("dtype", "low", "top"), [("float32", 63, 128), ("float64", 511, 1024)]
+)
+def test_pieces_whose_factor_is_below_all_numbers(dtype, low, top, scale):
+    """exp(low - top) is a normal number; exp(0 - top), which scales a piece, is not."""
+    x = np.full(LONG, -np.inf, dtype)
+    x[:10], x[-1] = low, top
+    y = cupyflash.softmax(x / x.dtype.type(scale), scale=scale)
+    exact = exact_softmax(x)
+    bound = {"float32": 4e-7, "float64": 1e-15}[dtype]
+    assert np.abs(y[:10] / exact[:10] - 1).max() <= bound
+
+
 def test_long_rows_in_place():
     x = random((2, LONG))
     expected = cupyflash.softmax(x, axis=1)
@@ -143,6 +157,67 @@ def test_long_row_with_where():
     np.testing.assert_allclose(
         y[0][where[0]], exact_softmax(x[0][where[0]]).astype(float), rtol=1e-15
     )
+
+
+# --- rows across memory --------------------------------------------------------------
+
+# (elements of a row, rows): few rows, a piece of all rows, groups of rows; the last one
+# in one read.
+ACROSS = [(40_000, 32), (1000, 300), (70, 9000), (30, 5000)]
+
+
+def exact_columns(x):
+    return np.stack([exact_softmax(column) for column in x.T], axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", ACROSS)
+@pytest.mark.parametrize("spread", [1, 60])
+def test_rows_across_memory(shape, dtype, spread):
+    x = random(shape, spread=spread).astype(dtype)
+    x[:, 3] += 1000
+    y = cupyflash.softmax(x, axis=0)
+    exact = exact_columns(x)
+    bound = {"float32": 4e-7, "float64": 1e-15}[dtype]
+    seen = exact > 2 * np.finfo(dtype).tiny
+    assert np.abs(y / exact - 1)[seen].max() <= bound
+    assert (y[~seen] <= 4 * np.finfo(dtype).tiny).all()
+    again = x.copy()
+    assert cupyflash.softmax(again, axis=0, out=again) is again
+    np.testing.assert_array_equal(again, y)
+
+
+@pytest.mark.parametrize("shape", ACROSS)
+def test_rows_across_memory_keep_to_themselves(shape):
+    """What one row holds changes no bit of the others, but for its own kind of sum."""
+    x = random(shape, spread=1).astype(np.float32)
+    odd = x.copy()
+    odd[0, :4] = np.inf, -np.inf, np.nan, 1e30
+    odd[:, 4] = -np.inf
+    y = cupyflash.softmax(odd, axis=0)
+    assert np.isnan(y[:, [0, 2, 4]]).all()
+    assert y[0, 1] == 0
+    assert y[0, 3] == 1
+    assert (y[1:, 3] == 0).all()
+    exact = exact_columns(x[:, 5:])
+    assert np.abs(y[:, 5:] / exact - 1).max() <= 4e-7
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("shape", ACROSS)
+def test_functions_across_memory(function, dtype, shape):
+    x = random(shape).astype(dtype)
+    where = np.random.default_rng(1).random(shape) < 0.9
+    bound = {"float16": 1e-3, "float32": 1e-6}[dtype]
+    for options in ({}, {"where": where}, {"scale": 0.3}):
+        y = getattr(cupyflash, function)(x, axis=0, **options)
+        rows = np.ascontiguousarray(x.T)
+        turned = {k: v.T if k == "where" else v for k, v in options.items()}
+        expected = getattr(cupyflash, function)(rows, axis=1, **turned).T
+        np.testing.assert_allclose(
+            y.astype(float), expected.astype(float), rtol=bound, atol=bound * 1e-4
+        )
 
 
 def arrays():

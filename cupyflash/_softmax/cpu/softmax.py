@@ -564,7 +564,7 @@ def _tiled_in_pieces(problem, rows, threads):
         with np.errstate(all="ignore"):
             block = SmallBlock(m, rows.side_by_side, key_factor=1.0)
             factors = _exp_difference(problem, m, top, block) / total
-            # A factor may underflow where its product with a large exponential does not:
+            # A factor may underflow where its product with large exponentials does not:
             # then the piece is multiplied by its root, twice.
             far = factors < np.finfo(kept).tiny
             roots = np.exp(below / 2) / np.sqrt(total) if far.any() else factors

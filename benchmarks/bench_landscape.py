@@ -40,6 +40,7 @@ MOST_WORK, MOST_NUMBERS = 1.5e9, 3e7
 # Largest difference to the other results, of float32 and float64.
 MOST_OFF = {"float32": 1e-4, "float64": 1e-11}
 NUM_WORST = 15
+TURN_SECONDS, REST_SECONDS, FEWEST_TURNS = 0.05, 0.15, 2
 
 
 @dataclass(frozen=True)
@@ -120,17 +121,25 @@ def calls(cell, torch):
 
 
 def best_times(calls, seconds):
-    """The least time of each call, by turns."""
+    """The least time of each call, by turns.
+
+    Before a turn all rest: after a product the threads of OpenBLAS wait for the next
+    one at full speed, on cores that another candidate needs, for a tenth of a second.
+    """
     for call in calls.values():
         call()
     best = dict.fromkeys(calls, float("inf"))
     end = time.perf_counter() + seconds
     turns = 0
-    while turns < 3 or (time.perf_counter() < end and turns < 200):
+    while turns < FEWEST_TURNS or time.perf_counter() < end:
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
+            time.sleep(REST_SECONDS)
+            start = now = time.perf_counter()
+            while now < start + TURN_SECONDS:
+                before = now
+                call()
+                now = time.perf_counter()
+                best[name] = min(best[name], now - before)
         turns += 1
     return best
 

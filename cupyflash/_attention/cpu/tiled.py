@@ -19,8 +19,8 @@ from cupyflash._attention.cpu.block import (
 from cupyflash._core import threads
 
 # Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
-# have tasks for all cores.
-_MIN_ROWS, _MAX_ROWS = 32, 1024
+# have tasks for all cores, and two for each core if those have rows enough.
+_MIN_ROWS, _FULL_ROWS, _MAX_ROWS = 32, 64, 1024
 # Keys of a block. The scores (1024 x 256 in float32 is 1 MiB) stay near the core while
 # they become probabilities; a row maximum is quicker over longer rows.
 _BLOCK_KEYS = 512
@@ -57,9 +57,11 @@ def run(problem, operands, out, lse):
 
 def rows_of_a_task(problem):
     """Rows of a task, whatever the number of heads."""
-    worth = cost_of_an_entry(problem) // WORTH_A_THREAD
-    parts = max(1, min(worth, 2 * threads.num_cores()))
-    return min(max(-(-problem.seqlen_q // parts), _MIN_ROWS), _MAX_ROWS)
+    worth = max(1, cost_of_an_entry(problem) // WORTH_A_THREAD)
+    once, twice = (
+        -(-problem.seqlen_q // min(worth, n * threads.num_cores())) for n in (1, 2)
+    )
+    return min(max(twice, min(once, _FULL_ROWS), _MIN_ROWS), _MAX_ROWS)
 
 
 def keys_of_a_block(problem, bounded=False):
@@ -219,9 +221,10 @@ def _score_limits(problem, operands):
         k, v = operands.k[index], operands.v[index]
         for start in range(0, problem.seqlen_k, _LOOK_KEYS):
             rows = slice(start, start + _LOOK_KEYS)
-            norm, size = _largest_norm(k[rows], scratch), np.max(np.abs(v[rows]))
+            norm = _largest_norm(k[rows], scratch)
+            size = np.maximum(np.max(v[rows]), -np.min(v[rows])).astype(np.float64)
             norms[index] = np.maximum(norms[index], norm)  # NaN wins
-            sizes[index] = np.maximum(sizes[index], size.astype(np.float64))
+            sizes[index] = np.maximum(sizes[index], size)
 
     threads.for_each(look, np.ndindex(shape), threads.num_cores())
     return norms, sizes
@@ -234,11 +237,11 @@ def may_be_bounded(problem):
 
 
 def _largest_norm(rows, scratch):
-    """Largest Euclidean norm of the rows, as float64."""
-    squares = scratch.array("squares", rows.shape, np.float64)
-    np.copyto(squares, rows, casting="unsafe")
-    np.multiply(squares, squares, out=squares)
-    return np.sqrt(np.max(np.sum(squares, axis=1)))
+    """Largest Euclidean norm of the rows; inf where a square overflows."""
+    dtype = np.result_type(rows.dtype, np.float32)
+    squares = scratch.array("squares", rows.shape, dtype)
+    np.multiply(rows, rows, out=squares, dtype=dtype)
+    return np.sqrt(np.max(np.add.reduce(squares, axis=1)), dtype=np.float64)
 
 
 def _is_bounded(part, key_norms, value_sizes):

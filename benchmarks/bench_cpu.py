@@ -23,16 +23,20 @@ from cupyflash._reference import forward as reference
 
 # (heads, seqlen, head_dim): many, the size of the goals, few but long.
 ATTENTION_SHAPES = [(8, 1024, 64), (8, 4096, 64), (1, 16384, 64), (8, 4096, 128)]
-# (function, shape, dtype, calls of a turn): small, long and many rows.
+# (function, shape, dtype, calls of a turn, axis): small, long and many rows, and such
+# across memory.
 SOFTMAX_CASES = [
-    ("softmax", (10,), "float64", 1000),
-    ("log_softmax", (10,), "float64", 1000),
-    ("logsumexp", (10,), "float64", 1000),
-    ("softmax", (4_000_000,), "float64", 1),
-    ("softmax", (20_000_000,), "float64", 1),
-    ("log_softmax", (4_000_000,), "float64", 1),
-    ("logsumexp", (4_000_000,), "float64", 1),
-    ("softmax", (16384, 4096), "float32", 1),
+    ("softmax", (10,), "float64", 1000, -1),
+    ("log_softmax", (10,), "float64", 1000, -1),
+    ("logsumexp", (10,), "float64", 1000, -1),
+    ("softmax", (4_000_000,), "float64", 1, -1),
+    ("softmax", (20_000_000,), "float64", 1, -1),
+    ("log_softmax", (4_000_000,), "float64", 1, -1),
+    ("logsumexp", (4_000_000,), "float64", 1, -1),
+    ("softmax", (16384, 4096), "float32", 1, -1),
+    ("softmax", (4096, 4096), "float32", 1, 0),
+    ("softmax", (1000, 1000), "float32", 10, 0),
+    ("softmax", (100_000, 100), "float32", 1, 0),
 ]
 # What the goals ask of cupyflash: (at least this many times as fast as torch, as NumPy
 # with SciPy, at most this part of the extra memory of the latter).
@@ -43,6 +47,7 @@ SOFTMAX_GOALS = {
     (20_000_000,): {"numpy": 1.5},
     (16384, 4096): {"torch": 1 / 1.2, "numpy": 1.6},
 }
+ACROSS_GOALS = {"numpy": 1.0}
 # Largest errors that a result may have to be timed at all (float32).
 ATTENTION_ERROR = 2e-6
 SOFTMAX_ERRORS = {"float32": 4e-7, "float64": 1e-15}
@@ -83,22 +88,26 @@ def attention_calls(shape, torch):
 
 def softmax_calls(case, torch):
     """(calls by provider, error of a result, bytes of a call)."""
-    function, shape, dtype, repeats = case
+    function, shape, dtype, repeats, axis = case
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     own, scipys = getattr(cupyflash, function), getattr(scipy.special, function)
     calls = {
-        "cupyflash": lambda: own(x, axis=-1),
-        "numpy": lambda: scipys(x, axis=-1),
+        "cupyflash": lambda: own(x, axis=axis),
+        "numpy": lambda: scipys(x, axis=axis),
     }
     if torch is not None:
         tensor, torchs = timing.to_torch(torch, x), getattr(torch, function)
-        calls["torch"] = lambda: torchs(tensor, dim=-1)
-    checked = x[:CHECKED_ROWS] if x.ndim == 2 else x
-    exact = getattr(reference, function)(checked.astype(np.longdouble), axis=-1)
+        calls["torch"] = lambda: torchs(tensor, dim=axis)
+
+    def some_rows(a):
+        if a.ndim < 2:
+            return a
+        return a[:CHECKED_ROWS] if axis else a[:, :CHECKED_ROWS]
+
+    exact = getattr(reference, function)(some_rows(x).astype(np.longdouble), axis=axis)
 
     def error_of(y):
-        y = np.asarray(y)
-        y = y[:CHECKED_ROWS] if x.ndim == 2 else y
+        y = some_rows(np.asarray(y))
         # A logarithm passes 0: its error is relative to 1, if that is larger.
         size = np.abs(exact)
         size = size if function == "softmax" else np.maximum(size, 1)
@@ -176,10 +185,11 @@ def main():
         for h, n, d in ATTENTION_SHAPES
     ] if not args.softmax else []  # fmt: skip
     for case in SOFTMAX_CASES:
-        function, shape, dtype, repeats = case
+        function, shape, dtype, repeats, axis = case
         name = f"{function} fp{dtype[5:]} {' x '.join(map(str, shape))}"
+        name += ", axis 0" if axis == 0 else ""
         largest_error = SOFTMAX_ERRORS[dtype]
-        goals = SOFTMAX_GOALS[shape]
+        goals = ACROSS_GOALS if axis == 0 else SOFTMAX_GOALS[shape]
         cases.append((name, softmax_calls, case, largest_error, goals, repeats))
     rows, ratios = [], []
     for case, make, shape, largest_error, goals, repeats in console.progress(

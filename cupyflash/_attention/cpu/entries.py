@@ -40,8 +40,8 @@ _MOST_OF_A_ROW = 1 << 25
 # Boxes that a thread takes, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
-# matrix times vector, and matrix times matrix; and those of a product of vectors (the
-# thresholds of OpenBLAS).
+# matrix times vector, and matrix times matrix; and those of a product of vectors, of
+# float64 (the thresholds of OpenBLAS, which has none for float32 there).
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
 
@@ -95,7 +95,8 @@ def _is_small_for_blas(problem):
     narrow = min(rows, keys, problem.head_dim, problem.head_dim_v) == 1
     work = rows * keys * max(problem.head_dim, problem.head_dim_v)
     results = math.prod(problem.out_shape)
-    return results <= _SMALL_DOT and work <= _SMALL_FOR_BLAS[not narrow]
+    small_dot = problem.compute_dtype == "float32" or results <= _SMALL_DOT
+    return small_dot and work <= _SMALL_FOR_BLAS[not narrow]
 
 
 def run(problem, operands, out, lse):

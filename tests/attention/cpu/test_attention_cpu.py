@@ -166,7 +166,7 @@ def test_blas_takes_no_thread_for_small_products(dtype):
         )
 
     vector, matrix = entries._SMALL_FOR_BLAS
-    x = np.ones(entries._SMALL_DOT, dtype)
+    x = np.ones(entries._SMALL_DOT if dtype == "float64" else 1 << 20, dtype)
     k = np.ones((vector // 64, 64), dtype)
     many = np.ones((matrix // (64 * 16), 64), dtype)
     p = np.ones((16, len(many)), dtype)

@@ -19,6 +19,9 @@ def _cupy_with_device():
     return cupy if cupy.is_available() else None
 
 
+# Importing it replaces CuPy: it is for `-p emulation.plugin`, not for doctests.
+collect_ignore = ["support/emulation/plugin.py"]
+
 workers.take_turns()
 CUPY = _cupy_with_device()
 REQUIRE_GPU = os.environ.get("CUPYFLASH_REQUIRE_GPU") == "1"

@@ -38,7 +38,8 @@ constexpr float kLowestRef = -100;  // without weights: a near key must not over
 constexpr int kSide = 16;
 constexpr int kThreads = kSide * kSide;
 constexpr int kRows = ROWS;
-constexpr int kKeys = 4;
+// A function of the caller needs registers of its own.
+constexpr int kKeys = kIsFunction && sizeof(wide_t) == 8 ? 2 : 4;
 constexpr int kBlockRows = kSide * kRows;
 constexpr int kStep = kSide * kKeys;
 constexpr bool kIsWhole = kBoxDim > 0;

@@ -46,19 +46,15 @@ def solve(x, target):
     """Weights of the kernels round all x, and the number of products."""
     if xp is np:
         from scipy.sparse.linalg import cg
-
-        tolerance = {"rtol": 1e-6}
     else:
         from cupyx.scipy.sparse.linalg import cg
-
-        tolerance = {"tol": 1e-6}
     matrix, steps = points.KernelOperator(x, x, diagonal=NOISE, **KERNEL), []
     found, info = cg(
         matrix,
         target,
         M=matrix.preconditioner(200, rng=0),
         callback=steps.append,
-        **tolerance,
+        rtol=1e-6,
     )
     assert info == 0
     return found, len(steps)

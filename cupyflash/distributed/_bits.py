@@ -3,6 +3,7 @@
 bfloat16 is moved and cast by its bits: not every CuPy has kernels for it.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,44 @@ def joined(xp: Any, parts: list[Any], axis: int) -> Any:
 
 def add(total: Any, part: Any) -> None:
     """Add an array of the same or a narrower dtype, in place."""
-    if arrays.dtype_name(part) == "bfloat16":
-        part = (bits(part).astype(np.uint32) << 16).view(np.float32)
-    total += part
+    if arrays.dtype_name(part) != "bfloat16":
+        total += part
+    elif arrays.is_cupy(part):
+        _kernels()[0](total, bits(part), total)
+    else:
+        total += (bits(part).astype(np.uint32) << 16).view(np.float32)
 
 
 def cast(xp: Any, x: Any, dtype: np.dtype) -> Any:
     """`x` rounded to nearest in a dtype, float32 if that is bfloat16."""
     if dtype.name != "bfloat16" or x.dtype == dtype:
         return x.astype(dtype, copy=False)
+    if arrays.is_cupy(x):
+        return _kernels()[1](x).view(dtype)
     wide = contiguous(xp, x).view(np.uint32)
     odd = (wide >> 16) & 1
     rounded = ((wide + (0x7FFF + odd)) >> 16).astype(np.uint16)
     return xp.where(xp.isnan(x), np.uint16(0x7FC0), rounded).view(dtype)
+
+
+@functools.cache
+def _kernels():
+    """add and cast of bfloat16 in one pass over memory each."""
+    from cupy import ElementwiseKernel
+
+    add = ElementwiseKernel(
+        "float32 total, uint16 x",
+        "float32 sum",
+        "sum = total + __uint_as_float(static_cast<unsigned int>(x) << 16)",
+        "cupyflash_add_bfloat16",
+    )
+    cast = ElementwiseKernel(
+        "float32 x",
+        "uint16 y",
+        """
+        const unsigned int bits = __float_as_uint(x);
+        y = isnan(x) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16
+        """,
+        "cupyflash_cast_bfloat16",
+    )
+    return add, cast

@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from accuracy import to_host
+from placing import place
 
 from cupyflash.distributed import _bits
 
@@ -13,19 +15,20 @@ def every_bfloat16():
     return np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
 
 
-def test_bfloat16_is_added_as_float32():
+def test_bfloat16_is_added_as_float32(xp):
     x = every_bfloat16()[:0x7F80]  # finite, not negative
-    total = np.ones(x.shape, np.float32)
-    _bits.add(total, x)
-    np.testing.assert_array_equal(total, 1 + x.astype(np.float32))
+    total = xp.ones((2, x.size), np.float32)
+    _bits.add(total[1, ::-1], place(xp, x))
+    np.testing.assert_array_equal(to_host(total)[0], 1)
+    np.testing.assert_array_equal(to_host(total)[1, ::-1], 1 + x.astype(np.float32))
 
 
-def test_casts_round_to_nearest_even():
+def test_casts_round_to_nearest_even(xp):
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 32, 200_000, dtype=np.uint32)
     halves = (np.arange(1 << 16, dtype=np.uint32) << 16) + 0x8000
     x = np.concatenate([words, halves, halves + 1, halves - 1]).view(np.float32)
-    got = _bits.cast(np, x, BFLOAT16)
+    got = to_host(_bits.cast(xp, xp.asarray(x), BFLOAT16))
     with np.errstate(invalid="ignore"):
         want = x.astype(BFLOAT16)
     np.testing.assert_array_equal(np.isnan(x), np.isnan(got.astype(np.float32)))

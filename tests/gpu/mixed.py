@@ -65,6 +65,20 @@ def _attention(dtype, seqlens=None, dims=(64, 64, 64), **options):
     return build
 
 
+def _short_entries(inputs):
+    """As many heads as any card has multiprocessors: their kernel takes no fewer."""
+    shape = (200, 2, 10 + inputs.seed % 7, 32)
+    q, k, v = (inputs.normal(shape, "bfloat16") for _ in "qkv")
+    return lambda: cupyflash.attention(q, k, v, return_lse=True)
+
+
+def _short_gradients(inputs):
+    shape = (200, 2, 10 + inputs.seed % 7, 32)
+    q, k, v, dout = (inputs.normal(shape, "bfloat16") for _ in range(4))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    return lambda: cupyflash.attention_vjp(dout, q, k, v, out, lse)
+
+
 def _with_lengths(inputs):
     q, k, v = inputs.qkv("bfloat16", inputs.n, inputs.n)
     lengths = inputs.cupy.asarray([inputs.n, inputs.n - 30])
@@ -140,6 +154,7 @@ _BUILDERS = {
     "attention of wide heads, many keys": _attention(
         "bfloat16", lambda n: (n, 2000 + n), (320, 320, 320)
     ),
+    "attention of short entries": _short_entries,
     "attention online": _attention("float32", method="online"),
     "attention with lengths": _with_lengths,
     "attention_vjp bfloat16": _attention_vjp("bfloat16"),
@@ -147,6 +162,7 @@ _BUILDERS = {
     "attention_vjp float64": _attention_vjp("float64"),
     "attention_vjp of wide heads": _attention_vjp("bfloat16", (200, 200, 136)),
     "attention_vjp of odd heads": _attention_vjp("bfloat16", (65, 65, 65)),
+    "attention_vjp of short entries": _short_gradients,
     "attention_vjp with a bias": _attention_vjp("bfloat16", has_bias=True),
     "merge": _merge,
 }

@@ -105,7 +105,7 @@ def test_operator(cupy):
     a = cupy.asarray(x)
     operator = points.KernelOperator(a, a, diagonal=1e-2)
     found, info = cg(
-        operator, cupy.asarray(target), tol=1e-10, M=operator.preconditioner(50, rng=0)
+        operator, cupy.asarray(target), rtol=1e-10, M=operator.preconditioner(50, rng=0)
     )
     assert info == 0
     here = points.KernelOperator(x, x, diagonal=1e-2)

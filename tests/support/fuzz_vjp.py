@@ -106,8 +106,10 @@ def gradient_bound(problem, exact, sizes, size, lse, dtype):
         unit, steps = TF32_ATTENTION, steps + np.expm1(min(2.0**-9 * size, 80.0))
     share = unit + steps
     info = finfo(dtype_of(dtype))
-    # Weights below the normal numbers may be 0.
-    flushed = np.finfo(np.float64 if own == "float64" else np.float32).tiny
+    # What is below the normal numbers may be 0; float64 is stored in other dtypes by
+    # way of float32.
+    is_double = own == dtype == "float64"
+    flushed = np.finfo(np.float64 if is_double else np.float32).tiny
     rounded = float(info.smallest_subnormal) + float(info.eps) * np.abs(exact)
     return share * sizes + rounded + 1e4 * flushed
 

@@ -38,17 +38,17 @@ def test_as_many_as_cores_and_cards_can_take(cores, cards, number):
 ASK = """
 import fcntl, sys
 with open(sys.argv[1], "ab") as file:
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(sys.argv[2]))
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 """
 
 
 def test_one_worker_compiles(monkeypatch, tmp_path):
     pytest.importorskip("fcntl")
     compiler = pytest.importorskip("cupy").cuda.compiler
-    path = tmp_path / "cupyflash-run.lock"
+    folder = tmp_path / "cupyflash-run"
 
     def may_have(*kernel):
-        ask = [sys.executable, "-c", ASK, str(path), str(workers.place_of(*kernel))]
+        ask = [sys.executable, "-c", ASK, str(folder / workers.name_of(*kernel))]
         return subprocess.run(ask, capture_output=True).returncode == 0
 
     def compile_here(source, options, arch, backend):
@@ -62,7 +62,7 @@ def test_one_worker_compiles(monkeypatch, tmp_path):
     found = compiler._compile_with_cache_cuda("text", ("-DA",), "90", backend="nvrtc")
     assert found == (False, True, "90", "nvrtc")
     assert may_have("text", ("-DA",))
-    assert [*tmp_path.iterdir()] == [path]
+    assert [*tmp_path.iterdir()] == [folder]
     # The version of the compiler: once, whatever the options are.
     for options in ("-DA", "-DB"):
         compiler._preprocess("", (options,), "90", "nvrtc")

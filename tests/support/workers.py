@@ -43,12 +43,15 @@ def compile_once(run):
     from cupy.cuda import compiler
 
     compile_here, preprocess = compiler._compile_with_cache_cuda, compiler._preprocess
-    path = Path(tempfile.gettempdir()) / f"cupyflash-{run}.lock"
+    folder = Path(tempfile.gettempdir()) / f"cupyflash-{run}"
+    folder.mkdir(exist_ok=True)
     versions = {}
 
     def compile_alone(source, options, *args, **kwargs):
-        with path.open("ab") as file:  # closing lets go
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, place_of(source, options))
+        # A file for each: locks of parts of one belong to a process, whose threads the
+        # system takes for one waiter, and it sees deadlocks where there are none.
+        with (folder / name_of(source, options)).open("ab") as file:  # closing lets go
+            fcntl.flock(file, fcntl.LOCK_EX)
             return compile_here(source, options, *args, **kwargs)
 
     def version_of(source, options, arch, backend):
@@ -62,6 +65,6 @@ def compile_once(run):
     compiler._preprocess = version_of
 
 
-def place_of(source, options):
-    """The byte of the file of locks that stands for a kernel."""
-    return zlib.crc32(repr((source, options)).encode())
+def name_of(source, options):
+    """The name of the file of a kernel's lock."""
+    return f"{zlib.crc32(repr((source, options)).encode()):08x}.lock"

@@ -335,9 +335,7 @@ def attention(
     has_functions = functions.given(score, score_arrays, mask, mask_arrays)
     if has_functions:
         arguments += score, score_arrays, mask_arrays
-    if has_functions and not arrays.lives_on_gpu(q):
-        result = _cpu().run(*attention_problem.attention(*arguments))
-    elif type(q) is np.ndarray:
+    if type(q) is np.ndarray:
         result = _cpu().attention(*arguments)
     elif arrays.is_cupy(q):
         result = _gpu().attention(*arguments)

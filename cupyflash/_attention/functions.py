@@ -64,7 +64,9 @@ def bind(
 
 def _bound(q, name, function, named):
     if named is None:
-        named = {}
+        return bound(function, {}, is_mask=name == "mask")
+    if type(named) is dict and type(q) is np.ndarray and _are_plain(named):
+        return bound(function, named, is_mask=name == "mask")
     if not isinstance(named, Mapping) or not all(isinstance(n, str) for n in named):
         raise TypeError(
             f"{name}_arrays must be a dict of arrays by name, got "
@@ -85,6 +87,16 @@ def _bound(q, name, function, named):
                 "index out of range takes the nearest one"
             )
     return bound(function, arrays, is_mask=name == "mask")
+
+
+def _are_plain(named):
+    """Whether these are NumPy arrays that need no checks."""
+    return all(
+        type(name) is str
+        and type(x) is np.ndarray
+        and _arrays.dtype_name(x) in CUDA_TYPES
+        for name, x in named.items()
+    )
 
 
 def bound(

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,17 +11,43 @@ from cupyflash._expr.nodes import Node, order
 from cupyflash._expr.operations import OPERATIONS
 
 
-@functools.lru_cache(maxsize=256)
-def _steps(*roots):
-    """(node, whether it has one number a diagonal, arguments that become tiles).
+class _Step(NamedTuple):
+    """A node to be computed, in place `at` of the values."""
 
-    They are the same for each tile.
-    """
-    on_diagonals = {n: is_of_diagonals(n) for n in order(*roots)}
-    return [
-        (n, own, [k for k, a in enumerate(n.args) if on_diagonals[a] and not own])
-        for n, own in on_diagonals.items()
+    at: int
+    node: Node
+    function: Any  # of NumPy; None for a cast, a leaf or a read
+    args: list[int]  # their places
+    dtype: np.dtype
+    on_diagonals: bool  # whether it has one number a diagonal
+    of_diagonals: list[int]  # the arguments, by number, that have
+
+
+@functools.lru_cache(maxsize=256)
+def _program(dtype, *roots):
+    """(constants in their places, steps): what is the same for each tile."""
+    to = {"float": dtype, "int": np.dtype(np.int64), "bool": np.dtype(bool)}
+    nodes = order(*roots)
+    places = {n: at for at, n in enumerate(nodes)}
+    on_diagonals = {n: is_of_diagonals(n) for n in nodes}
+    constants = [
+        np.asarray(n.value).astype(to[n.dtype]) if n.op == "const" else None
+        for n in nodes
     ]
+    steps = [
+        _Step(
+            at,
+            n,
+            OPERATIONS[n.op].numpy if n.op in OPERATIONS else None,
+            [places[a] for a in n.args],
+            to[n.dtype],
+            on_diagonals[n],
+            [k for k, a in enumerate(n.args) if on_diagonals[a]],
+        )
+        for n, at in places.items()
+        if n.op != "const"
+    ]
+    return constants, steps, [(places[n], on_diagonals[n]) for n in roots]
 
 
 def evaluate(
@@ -56,61 +82,61 @@ def evaluate(
     IndexError
         If an array is read out of its range for a visible pair.
     """
-    to = {"float": np.dtype(dtype), "int": np.dtype(np.int64), "bool": np.dtype(bool)}
-    values: dict[Node, np.ndarray] = {}
+    constants, steps, results = _program(np.dtype(dtype), *roots)
+    values: list[Any] = [*constants]
 
     def tile(x):
         """Numbers of diagonals as a tile."""
-        if x.ndim != 1:
-            return x
-        return spread(x, variables["i"].shape[0], variables["j"].shape[1])
+        return spread(x, variables["i"].shape[-2], variables["j"].shape[-1])
 
     with np.errstate(all="ignore"):
-        for n, on_diagonals, of_tiles in _steps(*roots):
-            args = [values[a] for a in n.args]
-            for k in of_tiles:
-                args[k] = tile(args[k])
-            value: Any
-            if n.op == "const":
-                value = n.value
+        for at, n, function, places, of_dtype, on_diagonals, of_diagonals in steps:
+            args = [values[place] for place in places]
+            if of_diagonals and not on_diagonals:
+                for k in of_diagonals:
+                    args[k] = tile(args[k])
+            if function is not None:
+                value = function(*args)
             elif n.op == "var":
                 value = variables[n.value]
             elif n.op == "param":
                 value = numbers[n.value]
             elif n.op == "load":
-                array = arrays[n.value]
-                if on_diagonals and not _is_within(array, args):
-                    args = [tile(x) for x in args]
-                value = _read(n.value, array, args, variables, visible)
+                tiles = dict.fromkeys(of_diagonals, tile) if on_diagonals else {}
+                value = _read(n.value, arrays[n.value], args, tiles, variables, visible)
             else:
-                function = OPERATIONS[n.op].numpy
-                value = args[0] if function is None else function(*args)
-            values[n] = np.asarray(value).astype(to[n.dtype], copy=False)
+                (value,) = args  # cast below
+            if type(value) is not np.ndarray or value.dtype is not of_dtype:
+                value = np.asarray(value).astype(of_dtype, copy=False)
+            values[at] = value
     return [
-        tile(values[root]) if is_of_diagonals(root) else values[root] for root in roots
+        tile(values[at]) if on_diagonals else values[at] for at, on_diagonals in results
     ]
 
 
-def _is_within(array, index):
-    return all(
-        x.min() >= 0 and x.max() < size
-        for x, size in zip(index, array.shape, strict=True)
-    )
+def _read(name, array, index, tiles, variables, visible):
+    """Elements of an array, with an IndexError for those that are not there.
 
-
-def _read(name, array, index, variables, visible):
-    """Elements of an array, with an IndexError for those that are not there."""
+    `tiles` has, for axes whose index is one number a diagonal, what makes a tile of it.
+    """
     within = []
     for axis, (at, size) in enumerate(zip(index, array.shape, strict=True)):
-        if at.size and (at.min() < 0 or at.max() >= size):
-            wrong = ((at < 0) | (at >= size)) & visible()
+        if not _are_within(at, size):
+            tile = tiles.get(axis, np.asarray)
+            wrong = tile((at < 0) | (at >= size)) & visible()
             if wrong.any():
-                _refuse(name, array, axis, at, wrong, variables)
+                _refuse(name, array, axis, tile(at), wrong, variables)
             if not size:
                 return np.zeros(np.broadcast_shapes(*(a.shape for a in index)))
             at = np.clip(at, 0, size - 1)
         within.append(at)
     return array[tuple(within)]
+
+
+def _are_within(at, size):
+    if at.size == 1:  # in a third of the time
+        return 0 <= at.item() < size
+    return not at.size or (at.min() >= 0 and at.max() < size)
 
 
 def _refuse(name, array, axis, at, wrong, variables):

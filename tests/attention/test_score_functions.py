@@ -8,11 +8,19 @@ import pytest
 
 import cupyflash
 from cupyflash import scores
-from cupyflash._attention.cpu import tiled
+from cupyflash._attention.cpu import entries, forward, tiled
 
-METHODS = ("naive", "safe", "online", "tiled")
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = (2,), 4, 2, 120, 560, 8
 CAP, FAR = 3.0, 90
+
+
+@pytest.fixture(params=["naive", "safe", "online", "tiled", "entries"])
+def method(request, monkeypatch):
+    """A method; tiled once by tiles, and once by entries, as small ones go."""
+    monkeypatch.setattr(forward, "_checked", {})
+    if request.param == "tiled":
+        monkeypatch.setattr(entries, "takes", lambda problem: False)
+    return "tiled" if request.param == "entries" else request.param
 
 
 def bent(s, b, h, i, j, *, slope, table, gain):
@@ -112,7 +120,6 @@ def dense(q, k, v, score, score_arrays, mask, mask_arrays, **options):
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "all options"])
-@pytest.mark.parametrize("method", METHODS)
 def test_values(method, beside):
     arrays, functions = data()
     options = others(np.random.default_rng(1)) if beside else {}
@@ -125,7 +132,6 @@ def test_values(method, beside):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("method", METHODS)
 def test_dtypes(method, dtype):
     arrays, functions = data(dtype)
     out = cupyflash.attention(**arrays, **functions, method=method)
@@ -355,6 +361,115 @@ def test_what_a_score_hides_has_no_part_in_gradients():
     assert np.isfinite(grads.dscore["w"]).all()
 
 
+# --- small calls ---------------------------------------------------------------------
+
+
+def near_by_table(s, b, h, i, j, *, table, gain):
+    return np.where(i >= j, s * gain[h], s) + table[b, abs(i - j)] * (i - j)
+
+
+def sees(b, h, i, j, *, document):
+    return (document[b, j] <= 1 + h) & ((i + j) % 3 != 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shapes", ["matrices", "heads", "batch", "group", "one row"])
+def test_small_calls(shapes, causal, dtype):
+    """Which skip the checks when they come again, and take all heads at once."""
+    rng = np.random.default_rng(0)
+    of_q, of_k = {
+        "matrices": ((7, 4), (7, 4)),
+        "heads": ((3, 7, 4), (3, 9, 4)),
+        "batch": ((2, 1, 3, 7, 4), (3, 3, 12, 4)),
+        "group": ((2, 4, 7, 4), (2, 2, 9, 4)),
+        "one row": ((2, 3, 1, 4), (2, 3, 9, 4)),
+    }[shapes]
+    limit = {"float16": 4e-3, "float32": 4e-6, "float64": 1e-14}[dtype]
+    named = {"table": rng.normal(size=(6, 12)), "gain": rng.normal(size=4)}
+    document = {"document": rng.integers(0, 4, (6, 12))}
+    for _ in range(3):
+        q = rng.normal(size=of_q).astype(dtype)
+        k, v = rng.normal(size=(2, *of_k)).astype(dtype)
+        for functions in (
+            {"score": near_by_table, "score_arrays": named},
+            {"mask": sees, "mask_arrays": document},
+            {
+                "score": near_by_table, "score_arrays": named,
+                "mask": sees, "mask_arrays": document,
+            },
+        ):  # fmt: skip
+            call = {"causal": causal, **functions}
+            expected = cupyflash.attention(q, k, v, **call, method="safe")
+            np.testing.assert_allclose(
+                cupyflash.attention(q, k, v, **call), expected, rtol=0, atol=limit
+            )
+
+
+def test_small_calls_with_other_windows_closed_over():
+    """The same expression, of which an option is made: other problems."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 9, 4))
+    for width in (1, 4, 1, 2, -1):
+        seen = abs(np.arange(9)[:, None] - np.arange(9)) <= width
+        np.testing.assert_allclose(
+            cupyflash.attention(q, k, v, mask=lambda i, j, w=width: abs(i - j) <= w),
+            cupyflash.attention(q, k, v, mask=seen),
+            atol=1e-14,
+        )
+
+
+def test_small_calls_with_rows_that_see_nothing():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 9, 4))
+    k[:, -1] = v[:, -1] = np.nan
+    for _ in range(2):
+        for hides in (
+            {"mask": lambda i, j: (i % 3 > 0) & (j < 8)},
+            {"score": lambda s, i, j: np.where((i % 3 > 0) & (j < 8), s, -np.inf)},
+        ):
+            out, lse = cupyflash.attention(q, k, v, **hides, return_lse=True)
+            np.testing.assert_array_equal(cupyflash.attention(q, k, v, **hides), out)
+            assert (out[:, ::3] == 0).all()
+            assert (lse[:, ::3] == -np.inf).all()
+            np.testing.assert_allclose(
+                out[:, 1::3],
+                cupyflash.attention(q[:, 1::3], k[:, :8], v[:, :8]),
+                atol=1e-14,
+            )
+
+
+def test_small_calls_that_read_out_of_range():
+    """Where an option hides the pair nothing is wrong, however often it is done."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 9, 4))
+    named = {"t": np.arange(9.0)}
+
+    def far(s, i, j, *, t):  # one number a diagonal, and made of one that is read
+        return s - t[i - j] * abs(i - j)
+
+    distance = np.arange(9)[:, None] - np.arange(9)
+    bias = -(distance**2.0)
+    expected = cupyflash.attention(q, k, v, bias=bias, causal=True)
+    for _ in range(3):
+        out = cupyflash.attention(q, k, v, score=far, score_arrays=named, causal=True)
+        np.testing.assert_allclose(out, expected, atol=1e-14)
+        with pytest.raises(IndexError, match=r"t, of shape .* is read at -1 .* j = 1"):
+            cupyflash.attention(q, k, v, score=far, score_arrays=named)
+    lengths = {"query_lengths": np.array([5, 3]), "key_lengths": np.array([6, 3])}
+    short = {"t": np.arange(6.0)}
+
+    def both(s, i, j, *, t):
+        return s + t[i] - t[j]
+
+    found = cupyflash.attention(
+        q[:, None], k[:, None], v[:, None], score=both, score_arrays=short,
+        query_offset=0, **lengths,
+    )  # fmt: skip
+    bias = np.arange(9.0)[:, None] - np.arange(9)
+    expected = cupyflash.attention(
+        q[:, None], k[:, None], v[:, None], bias=bias, query_offset=0, **lengths
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-13)
+
+
 # --- tiles ---------------------------------------------------------------------------
 
 
@@ -384,7 +499,6 @@ def test_tiles_that_no_query_sees_are_skipped(monkeypatch):
     assert len(made) >= sum(tiles.values())
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_nan_in_keys_that_a_mask_hides(method):
     rng = np.random.default_rng(0)
     q, k, v = rng.normal(size=(3, 1, 1200, 4))
@@ -397,7 +511,6 @@ def test_nan_in_keys_that_a_mask_hides(method):
 # --- indices -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_indices_out_of_range(method):
     q = np.ones((1, 6, 4))
     w = {"w": np.ones(6)}
@@ -471,6 +584,9 @@ def test_errors(options, kind, message):
     with pytest.raises(kind, match=message):
         cupyflash.attention(Q, Q, Q, out=out, **options)
     assert (out == 7).all()
+    cupyflash.attention(Q, Q, Q)  # after which a call like it needs no checks
+    with pytest.raises(kind, match=message):
+        cupyflash.attention(Q, Q, Q, **options)
     with pytest.raises(kind, match=message):
         cupyflash.explain("attention", Q, Q, Q, **options)
 
@@ -542,7 +658,6 @@ def test_what_an_option_says_is_taken_as_the_option(function, option):
     assert told.details.keys() & {"score", "tiles_of_the_mask"}
 
 
-@pytest.mark.parametrize("method", METHODS)
 def test_random_functions_in_blocks(method):
     """Scores and masks of the grammar are what they are as a bias and a mask."""
     rng = np.random.default_rng(0)

@@ -189,7 +189,7 @@ class Part:
         """Softcap, score function, bias, alibi, masks."""
         self.cap(s, rounded)
         if self.functions is not None and self.functions.has_score:
-            np.copyto(s, self.functions.score(s, start, stop))
+            self.functions.change(s, start, stop)
             rounded(s)
         self.add_and_hide(s, start, stop, rounded)
 

@@ -25,6 +25,7 @@ from cupyflash._attention.cpu.block import (
     split_scale,
     times_values,
 )
+from cupyflash._attention.cpu.functions import TileFunctions, positions
 from cupyflash._core import threads as _threads
 
 # Bytes of the scores of a box, and numbers of q, k and v that it reads, or converts.
@@ -51,9 +52,10 @@ def takes(problem):
 
     One row, however long, is no longer than its keys.
     """
-    if problem.score or problem.mask_function:  # which are given one head at a time
-        return False
     rows, keys = problem.seqlen_q, problem.seqlen_k
+    # Of more keys, tiles that a mask function hides are skipped.
+    if problem.mask_function and keys > tiled.keys_of_a_block(problem, bounded=True):
+        return False
     if keys * (problem.head_dim + problem.head_dim_v) > _MOST_OF_A_ROW:
         return False
     few = rows * keys <= _scores_of_a_box(problem)
@@ -183,7 +185,6 @@ class Direct:
             and problem.dtype == problem.compute_dtype
             and problem.num_heads == problem.num_kv_heads
             and problem.layout == "bhsd"
-            and problem.left is None
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
             and not (problem.softcap or problem.return_lse)
@@ -199,28 +200,41 @@ class Direct:
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
         self._side_by_side = _lies_side_by_side(problem)
-        self._hidden, self._blind_rows = None, 0
+        rows, keys = problem.seqlen_q, problem.seqlen_k
+        diagonal = np.arange(rows)[:, None] + problem.query_offset
+        hidden = np.zeros((rows, keys), bool)
+        if problem.left is not None:
+            hidden |= np.arange(keys) < diagonal - problem.left
         if problem.right is not None:
-            last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
-            # Rows that see no key are the first ones. They see all here, and become 0.
-            self._blind_rows = int(np.count_nonzero(last < 0))
-            hidden = np.arange(problem.seqlen_k) > last[:, None]
-            hidden[: self._blind_rows] = False
-            if hidden.any():
-                order = "F" if self._side_by_side else "C"
-                self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype, order)
+            hidden |= np.arange(keys) > diagonal + problem.right
+        # Rows that see no key see all here, and become 0.
+        blind = hidden.all(axis=1)
+        self._blind_rows = blind if blind.any() else None
+        hidden[blind] = False
+        self._hidden = None
+        if hidden.any():
+            order = "F" if self._side_by_side else "C"
+            self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype, order)
         self._is_small_for_blas = _is_small_for_blas(problem)
+        self._dtype = np.dtype(problem.dtype)
+        self._may_hide = problem.mask_function is not None
+        self._places = None
+        if problem.has_functions:
+            b = _numbers(problem.batch)[..., None, None, None]
+            h = _numbers((problem.num_heads,))[..., None, None]
+            b, h = (x.item() if x.size == 1 else x for x in (b, h))
+            self._places = positions(b, h, problem.query_offset, rows, 0, keys)
 
-    def __call__(self, q, k, v, bias):
+    def __call__(self, q, k, v, bias, functions=None):
         """The result, or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
         if self._is_small_for_blas:
-            return _threads.silently(self._compute, q, k, v, bias)
-        return _threads.run_with_blas(self._compute, q, k, v, bias)
+            return _threads.silently(self._compute, q, k, v, bias, functions)
+        return _threads.run_with_blas(self._compute, q, k, v, bias, functions)
 
-    def _compute(self, q, k, v, bias):
+    def _compute(self, q, k, v, bias, functions):
         if self._folds:
             q = np.multiply(q, self._factor)
         elif self._may_be_square and np.may_share_memory(q, k):
@@ -231,17 +245,33 @@ class Direct:
             s = np.matmul(q, k.swapaxes(-1, -2))
         if not self._folds:
             np.multiply(s, self._factor, s)
+        if functions is not None:
+            functions = TileFunctions(functions, self._places, self._dtype, _all_pairs)
+            try:
+                functions.change(s)
+                functions.hide(s)
+            except IndexError:  # perhaps of a pair that an option hides
+                return None
         if bias is not None:
             np.add(s, bias, s)
         if self._hidden is not None:
             np.add(s, self._hidden, s)
-        out, *_ = _weigh(s, v, None, None, False)
-        if self._blind_rows:
-            out[..., : self._blind_rows, :] = 0
+        out, *_ = _weigh(s, v, None, None, self._may_hide)
+        if self._blind_rows is not None:
+            out[..., self._blind_rows, :] = 0
         # Squares do not cancel; those that overflow take the long way, too, as do rows
         # that see no key by their bias: they are NaN.
         flat = out.ravel()
         return out if math.isfinite(flat.dot(flat)) else None
+
+
+def _all_pairs():
+    return True
+
+
+def _numbers(shape):
+    """The number of each entry, in C order."""
+    return np.arange(math.prod(shape)).reshape(shape)
 
 
 def boxes_of(shape, size):
@@ -278,6 +308,7 @@ class _Entries:
             or self._lengths is not None
             or problem.mask is not None
             or problem.bias is not None
+            or problem.has_functions
         )
 
         def split(x, axis):
@@ -299,6 +330,8 @@ class _Entries:
             with np.errstate(all="ignore"):  # far below float32 there is no sink
                 sinks = operands.sinks.astype(self.dtype)
             self._sinks = split(sinks, 0)[..., None, None]
+        self._numbers_of_batch = _numbers(problem.batch)[..., None, None, None, None]
+        self._numbers_of_heads = _numbers(heads)[..., None, None]
         self._length_k, self._length_q, self._offset = (
             x if x is None or isinstance(x, int) else x[..., None, None, None, None]
             for x in (
@@ -373,28 +406,72 @@ class _Entries:
         return first, last
 
     def _finish(self, s, entries, rows, first, last, scratch):
-        """Softcap, bias, alibi and masks, in place."""
+        """Softcap, score function, bias, alibi and masks, in place."""
         problem, dtype = self.problem, self.dtype
-        here, keys = (*entries, rows), slice(first, last)
-        batch = entries[: self._num_batch]
         if problem.softcap:
             cap = dtype.type(problem.softcap)
             np.tanh(np.divide(s, cap, out=s), out=s)
             np.multiply(s, cap, out=s)
+        functions = None
+        if self._operands.functions is not None and s.size:
+            functions = self._functions(s.shape, entries, rows, first, last)
+            functions.change(s)
         if self._bias is not None:
-            np.add(s, self._bias[(*here, keys)], out=s, casting="unsafe")
-        left, right = problem.left, problem.right
-        if self._slopes is not None or left is not None or right is not None:
-            offset = self._offset
-            if not isinstance(offset, int):
-                offset = offset[batch]
-            i = np.arange(rows.start, rows.stop)[:, None] + offset
-            j = np.arange(first, last)
-            shape = (*i.shape[:-1], last - first)
-            hidden = self._matrices(scratch, "hidden", shape, np.bool_)
+            bias = self._bias[(*entries, rows, slice(first, last))]
+            np.add(s, bias, out=s, casting="unsafe")
         if self._slopes is not None:
             slopes = self._slopes[entries].astype(dtype)[..., None, None]
+            i, j = self._positions(entries, rows, first, last)
             np.subtract(s, slopes * np.abs(i - j).astype(dtype), out=s)
+        self._hide(s, entries, rows, first, last, scratch)
+        if functions is not None:
+            functions.hide(s)
+
+    def _offset_of(self, entries):
+        """The query offset of some entries: an int, or (batch, 1, 1, 1, 1)."""
+        if isinstance(self._offset, int):
+            return self._offset
+        return self._offset[entries[: self._num_batch]]
+
+    def _positions(self, entries, rows, first, last):
+        """(i, j) of scores."""
+        i = np.arange(rows.start, rows.stop)[:, None] + self._offset_of(entries)
+        return i, np.arange(first, last)
+
+    def _functions(self, shape, entries, rows, first, last):
+        """Score and mask functions on the scores of a box, of this shape."""
+        batch = entries[: self._num_batch]
+
+        def visible_by_options():
+            probe = np.zeros(shape, self.dtype)
+            self._hide(probe, entries, rows, first, last, _threads.Scratch())
+            seen = probe == 0
+            if self._length_q is not None:
+                i = np.arange(rows.start, rows.stop)[:, None]
+                seen &= i < self._length_q[batch]
+            return seen
+
+        places = positions(
+            self._numbers_of_batch[batch],
+            self._numbers_of_heads[entries[self._num_batch :]],
+            rows.start + self._offset_of(entries),
+            rows.stop - rows.start,
+            first,
+            last - first,
+        )
+        functions = self._operands.functions
+        return TileFunctions(functions, places, self.dtype, visible_by_options)
+
+    def _hide(self, s, entries, rows, first, last, scratch):
+        """Put -inf where an option hides a key."""
+        problem = self.problem
+        here, keys = (*entries, rows), slice(first, last)
+        batch = entries[: self._num_batch]
+        left, right = problem.left, problem.right
+        if left is not None or right is not None:
+            i, j = self._positions(entries, rows, first, last)
+            shape = (*i.shape[:-1], last - first)
+            hidden = self._matrices(scratch, "hidden", shape, np.bool_)
         if left is not None:
             np.copyto(s, -np.inf, where=np.less(j, i - left, out=hidden))
         if right is not None:

@@ -12,6 +12,7 @@ from cupyflash._attention.cpu.block import (
     run_tasks,
     times_values,
 )
+from cupyflash._attention.functions import bind
 from cupyflash._attention.problem import AttentionOperands, MergeProblem, heads_first
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
@@ -51,9 +52,19 @@ def attention(
     return_lse,
     out,
     method,
+    score=None,
+    score_arrays=None,
+    mask_arrays=None,
 ):
     """attention() of NumPy arrays; one like a call before needs no checks."""
-    key = None
+    arguments = (
+        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+        method, score, score_arrays, mask_arrays,
+    )  # fmt: skip
+    key, given = None, None
+    if not (score is score_arrays is mask is mask_arrays is None):
+        given, mask = bind(q, score, score_arrays, mask, mask_arrays)
     if (
         type(q) is type(k) is type(v) is np.ndarray
         and (bias is None or (type(bias) is np.ndarray and _is_narrow(bias, q)))
@@ -69,18 +80,19 @@ def attention(
             bias if bias is None else (bias.shape, bias.dtype),
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
+        if given is not None:
+            given, of_functions = functions.without_options(given, softcap)
+            key += of_functions
         problem, direct = _checked.get(key, (None, None))
         if direct is not None:
-            result = direct(q, k, v, bias)
+            result = direct(q, k, v, bias, given)
             if result is not None:
                 return result, None
         if problem is not None:
-            return run(problem, _views(problem, q, k, v, bias))
-    problem, operands = attention_problem.attention(
-        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
-        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method,
-    )  # fmt: skip
+            operands = _views(problem, q, k, v, bias)
+            return run(problem, operands._replace(functions=given))
+    problem, operands = attention_problem.attention(*arguments)
+    problem, operands = functions.as_options(problem, operands)
     if key is not None:
         takes = entries.Direct.takes(problem, q, k)
         direct = entries.Direct(problem) if takes else None

@@ -46,11 +46,86 @@ def as_options(problem: Any, operands: Any) -> tuple[Any, Any]:
     return problem, operands._replace(functions=functions)
 
 
+def without_options(given: Any, softcap: float) -> tuple[Any, tuple[Any, ...]]:
+    """The functions that no option says, and what a problem depends on in all."""
+    left, right, option = None, None, softcap
+    if any(f is not None and f.expression.option is not None for f in given):
+        given, left, right, option = with_options(given, left, right, softcap)
+    score, mask = given or (None, None)
+    return given, (key_of(score), key_of(mask), left, right, option)
+
+
+def positions(b: Any, h: Any, first: Any, rows: int, start: int, keys: int) -> Any:
+    """The variables of tiles of `rows` queries, from position `first`, and of `keys`.
+
+    b, h and `first` are numbers, or arrays (..., 1, 1) of one number a tile.
+    """
+    firsts = first if isinstance(first, int) else first[..., 0]
+    return {
+        "b": b,
+        "h": h,
+        "i": np.arange(rows)[:, None] + first,
+        "j": np.arange(start, start + keys)[None],
+        "d": distances(firsts, rows, start, keys),
+    }
+
+
+class TileFunctions:
+    """The functions of a call on the scores of some tiles, all at once.
+
+    `places` are their `positions`; `visible_by_options` tells which pairs no option
+    hides, and is asked where an array is read out of its range.
+    """
+
+    def __init__(
+        self, functions: Any, places: Any, dtype: Any, visible_by_options: Any
+    ):
+        self._score, self._mask = functions
+        self._places, self._dtype = places, dtype
+        self._visible_by_options = visible_by_options
+
+    def change(self, s):
+        """Scores after the function, in place."""
+        if self._score is not None:
+            root, _, _ = self._score.expression.of_tiles
+            (value,) = self.evaluate([root], s)
+            np.copyto(s, value)
+
+    def hide(self, s):
+        """Put -inf where the mask function hides a key."""
+        if self._mask is not None:
+            np.copyto(s, -np.inf, where=~self._seen())
+
+    def evaluate(self, roots, s):
+        """Values of nodes of the score."""
+        return self._evaluate(
+            self._score, roots, {**self._places, "s": s}, self._visible
+        )
+
+    def _seen(self):
+        """What the mask function gives."""
+        root, _, _ = self._mask.expression.of_tiles
+        (seen,) = self._evaluate(
+            self._mask, [root], self._places, self._visible_by_options
+        )
+        return seen
+
+    def _visible(self):
+        """The pairs whose score counts."""
+        seen = self._visible_by_options()
+        return seen if self._mask is None else seen & self._seen()
+
+    def _evaluate(self, function, roots, variables, visible):
+        values, arrays = function.values, function.arrays
+        return evaluate(roots, variables, values, arrays, self._dtype, visible)
+
+
 class BlockFunctions:
     """The functions of a call as one task sees them."""
 
     def __init__(self, part: Any, functions: Any):
-        self._part, self._score, self._mask = part, functions.score, functions.mask
+        self._part, self._functions = part, functions
+        self._score, self._mask = functions
         shape = part.problem.batch
         self._b = int(np.ravel_multi_index(part.batch, shape)) if shape else 0
         self._tiles: dict[tuple[int, int], bool | None] = {}
@@ -60,11 +135,9 @@ class BlockFunctions:
         """Whether scores change."""
         return self._score is not None
 
-    def score(self, s, start, stop):
-        """Scores of keys [start, stop) after the function."""
-        root, _, _ = self._score.expression.of_tiles
-        (value,) = self._evaluate(self._score, [root], s, start, stop, self._visible)
-        return value
+    def change(self, s, start, stop):
+        """Scores of keys [start, stop) after the function, in place."""
+        self._of_block(start, stop).change(s)
 
     def differentiate(self, s, start, stop, names=()):
         """(score, its derivative by s or None for 1, the reads of some arrays)."""
@@ -72,7 +145,7 @@ class BlockFunctions:
         reads = [read for read in reads if read[0] in names]
         roots = [root, slope]
         roots += [x for _, index, partial in reads for x in (*index, partial)]
-        found = self._evaluate(self._score, roots, s, start, stop, self._visible)
+        found = self._of_block(start, stop).evaluate(roots, s)
         # The caller overwrites s, which may be a derivative as it stands.
         value, by_s, *rest = (x.copy() if x is s else x for x in found)
         values = iter(rest)
@@ -88,7 +161,7 @@ class BlockFunctions:
     def hide(self, s, start, stop):
         """Put -inf where the mask function hides a key."""
         if self._mask is not None and self._tiles.get((start, stop)) is not True:
-            np.copyto(s, -np.inf, where=~self._seen(start, stop))
+            self._of_block(start, stop).hide(s)
 
     def hides_all(self, start, stop):
         """Whether no row sees a key of [start, stop), by intervals."""
@@ -110,48 +183,18 @@ class BlockFunctions:
         self._tiles[start, stop] = known
         return known is False
 
-    def _seen(self, start, stop):
-        """What the mask function gives."""
-        (seen,) = self._evaluate(
-            self._mask,
-            [self._mask.expression.of_tiles[0]],
-            None,
-            start,
-            stop,
-            self._visible_by_options,
-        )
-        return seen
-
-    def _visible_by_options(self, start, stop):
-        """The pairs that no option hides; the functions are left out."""
-        probe = np.zeros((self._part.num_rows, stop - start), self._part.dtype)
-        self._part.hide(probe, start, stop)
-        return probe == 0
-
-    def _visible(self, start, stop):
-        """The pairs whose score counts."""
-        seen = self._visible_by_options(start, stop)
-        return seen if self._mask is None else seen & self._seen(start, stop)
-
-    def _evaluate(self, function, roots, s, start, stop, visible):
-        part = self._part
+    def _of_block(self, start, stop):
+        """The functions on keys [start, stop)."""
+        part, keys = self._part, stop - start
         first = part.start + part.offset
-        variables = {
-            "s": s,
-            "b": self._b,
-            "h": part.head,
-            "i": np.arange(first, first + part.num_rows)[:, None],
-            "j": np.arange(start, stop)[None],
-            "d": distances(first, part.num_rows, start, stop - start),
-        }
-        return evaluate(
-            roots,
-            variables,
-            function.values,
-            function.arrays,
-            part.dtype,
-            lambda: visible(start, stop),
-        )
+
+        def visible_by_options():
+            probe = np.zeros((part.num_rows, keys), part.dtype)
+            part.hide(probe, start, stop)
+            return probe == 0
+
+        places = positions(self._b, part.head, first, part.num_rows, start, keys)
+        return TileFunctions(self._functions, places, part.dtype, visible_by_options)
 
 
 def add_reads(total, reads, gradient, visible):

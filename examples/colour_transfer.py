@@ -16,8 +16,9 @@ A colour then moves to the mean of its targets: attention with colours as values
 
 This page writes the iteration out. :func:`cupyflash.points.sinkhorn` has it ready-made.
 
-Data: ``china.jpg`` and ``flower.jpg`` from scikit-learn. Compared with: POT.
-Run it: ``python examples/colour_transfer.py``
+Data: ``china.jpg`` by danielbuechele and ``flower.jpg`` by vultilion, both from Flickr
+and under CC BY 2.0, as scikit-learn has them; the colours of the first are changed
+here. Compared with: POT. Run it: ``python examples/colour_transfer.py``
 """
 
 import math

@@ -13,9 +13,9 @@ under these weights, and the log of its denominator is the log density up to kno
 terms. The gradient of the log density is :math:`(m(x) - x) / h^2`, so it comes for
 free. Moving each point to its mean over and over climbs to the peaks (mean shift).
 
-Data: ``china.jpg`` from scikit-learn. Compared with: scikit-learn's ``KernelDensity``
-at its default and with a tolerance, and SciPy's ``gaussian_kde``.
-Run it: ``python examples/kernel_density.py``
+Data: ``china.jpg`` by danielbuechele, from Flickr and under CC BY 2.0, as scikit-learn
+has it. Compared with: scikit-learn's ``KernelDensity`` at its default and with a
+tolerance, and SciPy's ``gaussian_kde``. Run it: ``python examples/kernel_density.py``
 """
 
 from itertools import pairwise

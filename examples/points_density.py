@@ -7,9 +7,9 @@ Density of colours with SciPy's interface
 pairs, and it takes CuPy arrays too. It also has the gradient of the density, which
 leads from each colour of a photograph to the nearest crowded one.
 
-Data: ``china.jpg`` from scikit-learn. Compared with: SciPy's ``gaussian_kde`` and
-scikit-learn's ``KernelDensity``, at its default and with a tolerance.
-Run it: ``python examples/points_density.py``
+Data: ``china.jpg`` by danielbuechele, from Flickr and under CC BY 2.0, as scikit-learn
+has it. Compared with: SciPy's ``gaussian_kde``, and scikit-learn's ``KernelDensity`` at
+its default and with a tolerance. Run it: ``python examples/points_density.py``
 """
 
 import matplotlib.pyplot as plt

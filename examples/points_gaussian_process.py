@@ -8,9 +8,9 @@ by it, and SciPy's ``cg`` does the rest, helped by a preconditioner of a few col
 Here two thirds of an image's pixels are missing, and the process fills them in from the
 positions of the others.
 
-Data: ``coins`` from scikit-image. Compared with: scikit-learn's
-``GaussianProcessRegressor``, which factorises the matrix. Run it: ``python
-examples/points_gaussian_process.py``
+Data: ``coins`` from scikit-image, of the Brooklyn Museum, with no known copyright
+restrictions. Compared with: scikit-learn's ``GaussianProcessRegressor``, which
+factorises the matrix. Run it: ``python examples/points_gaussian_process.py``
 """
 
 import matplotlib.pyplot as plt
@@ -73,10 +73,12 @@ print(f"missing pixels are off by {left:.3f}; their mean would be off by "
 # Compared with scikit-learn
 # --------------------------
 # On some of the pixels. A factorisation takes time with the cube of their number and
-# memory with the square, but it is a single, very fast operation of LAPACK. So on a CPU
-# **use scikit-learn while its matrix fits in memory**. It also gives you standard
-# deviations and learns the bandwidth. The operator is for what does not fit: 50,000
-# points would need a matrix of 20 GB.
+# memory with the square, but it is a single, very fast operation of LAPACK. On two
+# cores it took 0.8 s for 3,071 points and 22 s for 11,857. The operator took 10 s for
+# 3,071, and for 11,857 a single product takes 0.6 s, of which a solution needs
+# hundreds. So on a CPU **use scikit-learn while its matrix fits in memory**, at every
+# size. It also gives you standard deviations and learns the bandwidth. The operator is
+# for what does not fit: 50,000 points would need a matrix of 20 GB.
 
 process = GaussianProcessRegressor(
     Matern(6.0, "fixed", nu=1.5), alpha=NOISE, optimizer=None

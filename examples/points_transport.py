@@ -7,9 +7,10 @@ The colours of one photograph are moved to those of another at least cost, by
 it is never stored. Each update is one log-sum over the other cloud, and the plan is
 only ever applied to values.
 
-Data: ``china.jpg`` and ``flower.jpg`` from scikit-learn. Compared with: POT, at its
-default and in the log domain, which both store matrices.
-Run it: ``python examples/points_transport.py``
+Data: ``china.jpg`` by danielbuechele and ``flower.jpg`` by vultilion, both from Flickr
+and under CC BY 2.0, as scikit-learn has them; the colours of the first are changed
+here. Compared with: POT, at its default and in the log domain, which both store
+matrices. Run it: ``python examples/points_transport.py``
 """
 
 import matplotlib.pyplot as plt

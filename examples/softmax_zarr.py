@@ -12,13 +12,14 @@ that does not fit in memory; ``--folder`` is a place with room for two of them.
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 import dask
 import dask.array as da
 import numpy as np
 import zarr
-from _support import choose, host_timed
+from _support import choose
 from dask.diagnostics import ProgressBar
 
 import cupyflash.dask
@@ -52,22 +53,18 @@ with tempfile.TemporaryDirectory(dir=options.folder) as folder:
     print(f"{rows:,} x {COLUMNS:,} float32, {x.nbytes / 1e9:.3g} GB")
     x.to_zarr(source)
 
-    # %%
-    # From store to store
-    # -------------------
-    # Nothing is computed before the last line. A row of chunks is kept until its total
-    # is known. Each task works on one chunk, so memory does not grow with the array.
-
+    # From store to store: nothing is computed before the last line. A row of chunks is
+    # kept until its total is known. Each task works on one chunk, so memory does not
+    # grow with the array.
     y = cupyflash.dask.softmax(da.from_zarr(source), axis=1)
     with ProgressBar(), dask.config.set(scheduler="threads"):
-        _, seconds = host_timed(y.to_zarr, target)
+        start = time.perf_counter()
+        y.to_zarr(target)
+        seconds = time.perf_counter() - start
     rate = x.nbytes / seconds / 1e9
     print(f"softmax, read and written: {seconds:.2f} s, {rate:.2f} GB/s")
 
-    # %%
-    # Some rows again, whole
-    # ----------------------
-
+    # Some rows again, whole.
     for row in (0, rows // 2, rows - 1):
         whole = cupyflash.softmax(zarr.open(source, mode="r")[row])
         stored = zarr.open(target, mode="r")[row]

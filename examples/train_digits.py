@@ -13,8 +13,9 @@ the loss and the accuracy are the same, the time and memory are not. In accuracy
 scikit-learn's five nearest neighbours are as good or better, in no time: for digits
 this clean, use those. The page is about how to train without a framework.
 
-Data: scikit-learn's ``load_digits()``, 1797 images of 8 x 8. Run it:
-``python examples/train_digits.py``
+Data: scikit-learn's ``load_digits()``, 1797 images of 8 x 8, the optical digits of
+E. Alpaydin and C. Kaynak (UCI, licence CC BY 4.0). Run it: ``python
+examples/train_digits.py``
 """
 
 import time

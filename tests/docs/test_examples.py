@@ -87,6 +87,30 @@ def test_the_site_installs_what_a_script_imports(script):
     assert missing == set()
 
 
+LICENCES = r"CC BY|[Ll]icence|copyright restrictions"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        path
+        for path in SCRIPTS
+        if re.search(
+            r"^from (sklearn\.datasets|skimage|MDAnalysisTests\S*) import",
+            path.read_text("utf-8"),
+            re.MULTILINE,
+        )
+    ],
+    ids=lambda path: path.stem,
+)
+def test_data_of_others_has_its_licence(script):
+    """On the page itself, which shows pictures made of it."""
+    text = ast.get_docstring(ast.parse(script.read_text("utf-8")))
+    data = re.search(r"^Data: .*?Run\s+it:", text, re.MULTILINE | re.DOTALL)
+    assert data, "say where the data are from, and under which licence"
+    assert re.search(LICENCES, data[0]), data[0]
+
+
 def test_the_list_names_every_example():
     text = (ROOT / "examples" / "README.md").read_text("utf-8")
     for script in SCRIPTS:

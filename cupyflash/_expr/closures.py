@@ -17,8 +17,12 @@ from cupyflash._expr.tracing import Trace, Traced
 
 # Types of numbers, which become parameters.
 PARAMETERS = frozenset({int, float, *(np.dtype(c).type for c in "efdbhilqBHILQ")})
-_CONSTANTS = (bool, np.bool_, str, type, type(None))
+_CONSTANTS = (bool, np.bool_, str, type(None))
+# Modules whose functions and classes never change, and what these are.
 _MODULES = ("numpy", "math", "builtins", "operator", "functools", "itertools")
+_OF_MODULES = (np.ufunc, type(np.where), types.BuiltinFunctionType, type)
+# Builtins by which a function would get at what is not seen from here.
+_OUTSIDE = frozenset({"__import__", "eval", "exec", "open", "globals", "input"})
 
 _Function = types.FunctionType
 
@@ -29,16 +33,22 @@ def global_lines(code: types.CodeType) -> dict[str, int]:
     From the instructions: `co_names` has attributes, too.
     """
     names: dict[str, int] = {}
+    for step, line in _instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.setdefault(step.argval, line)
+    return names
+
+
+def _instructions(code):
+    """The instructions of a code and those within, each with its line."""
     line = code.co_firstlineno
     for step in dis.get_instructions(code):
         # Python 3.13 has both, and the first of them as a bool.
         line = getattr(step, "line_number", step.starts_line) or line
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.setdefault(step.argval, line)
+        yield step, line
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            names = global_lines(inner) | names
-    return names
+            yield from _instructions(inner)
 
 
 # id of a code -> (the code, which so stays alive; the globals that it reads).
@@ -59,6 +69,7 @@ def _own(function):
         values += function.__defaults__
     if function.__kwdefaults__:
         values += function.__kwdefaults__.values()
+        values.append(tuple(function.__kwdefaults__))
     return values
 
 
@@ -109,6 +120,7 @@ def with_parameters(
         new, given = copy.__closure__ or (), function.__closure__ or ()
         for name, cell, old in zip(code.co_freevars, new, given, strict=True):
             cell.cell_contents = stand_in(name, old.cell_contents, code)
+        _refuse_outside(function)
         for name in global_lines(code):
             value = stand_in(name, function.__globals__.get(name), code)
             if name in function.__globals__:
@@ -126,7 +138,33 @@ def with_parameters(
             name: stand_in(name, value, code)
             for name, value in (function.__kwdefaults__ or {}).items()
         }
+        if function.__kwdefaults__:
+            next(places)  # of their names
     return copies[functions[0]], names
+
+
+def _refuse_outside(function):
+    """Refuse what could change without being closed over."""
+    code = function.__code__
+    for step, line in _instructions(code):
+        name, place = step.argval, (code.co_filename, line)
+        if step.opname == "IMPORT_NAME" and not _never_changes(name):
+            fail(
+                f"{name} is imported in a traced function, which would not see it "
+                "change: there are NumPy, and math for numbers",
+                place,
+            )
+        if step.opname == "LOAD_GLOBAL" and name in _OUTSIDE:
+            if name not in function.__globals__:
+                fail(
+                    f"{name}() in a traced function, which would not see a change of "
+                    "what it gives: close over a number, or pass an array by name",
+                    place,
+                )
+
+
+def _never_changes(module):
+    return module.split(".")[0].lstrip("_") in _MODULES
 
 
 def _is_constant(value):
@@ -138,15 +176,15 @@ def _is_constant(value):
 
 def _is_known(value):
     """Whether a value is a module, or a function of a module, that never changes."""
+    if isinstance(value, np.ufunc):
+        return True
     if type(value) is types.ModuleType:
         module = value.__name__
-    elif callable(value):
+    elif isinstance(value, _OF_MODULES):
         module = getattr(value, "__module__", None) or ""
-        if isinstance(value, np.ufunc):
-            module = "numpy"
     else:
         return False
-    return module.split(".")[0] in _MODULES
+    return _never_changes(module)
 
 
 def _instead(name, value):
@@ -160,8 +198,11 @@ def _instead(name, value):
         instead = "use np.f(x), for CuPy arrays, too"
     elif isinstance(value, types.ModuleType):
         instead = "there are NumPy, and math for numbers"
+    elif isinstance(value, type):
+        instead = "bind the number that it holds to a name, outside of the function"
     elif callable(value):
         instead = "write it as a plain function (def or lambda)"
     else:
         instead = "bind the number that it holds to a name, outside of the function"
-    return f"{name}, a {type(value).__name__}, is closed over: {instead}"
+    kind = "class" if isinstance(value, type) else type(value).__name__
+    return f"{name}, a {kind}, is closed over: {instead}"

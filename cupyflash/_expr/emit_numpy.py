@@ -101,6 +101,10 @@ def evaluate(
                 value = variables[n.value]
             elif n.op == "param":
                 value = numbers[n.value]
+                if n.dtype == "int" and not -(2**63) <= value < 2**63:
+                    raise ValueError(
+                        f"a function closes over {value}, which has more than 64 bits"
+                    )
             elif n.op == "load":
                 tiles = dict.fromkeys(of_diagonals, tile) if on_diagonals else {}
                 value = _read(n.value, arrays[n.value], args, tiles, variables, visible)

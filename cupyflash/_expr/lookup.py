@@ -66,11 +66,11 @@ def lookup(
     TypeError, ValueError
         If the function does what cannot be traced; the message names the line.
     """
-    what = "kernel" if names else "mask" if mask else "score"
+    if type(function) is not types.FunctionType:
+        what = "kernel" if names else "mask" if mask else "score"
+        function = _of_partial(function, what)
     try:
         values, functions = closed_over(function)  # type: ignore[arg-type]
-    except AttributeError:
-        return lookup(_of_partial(function, what), arrays, mask, names)
     except ValueError:  # a cell that is empty yet
         raise ValueError(
             f"{function.__name__} closes over a name that has no value yet"
@@ -92,8 +92,6 @@ def lookup(
             except KeyError:  # forgotten meanwhile by another thread
                 pass
             return expression, values
-    if type(function) is not types.FunctionType:
-        _refuse_kind(function, what)
     expression, pinned = _traced_twice(function, arrays, mask, values, functions, names)
     _keep(key, function.__code__, values, pinned, expression)
     return expression, values
@@ -106,8 +104,12 @@ def _of_partial(function, what):
         _refuse_kind(function, what)
     bound = dict(zip(inner.__code__.co_varnames, function.args, strict=False))
     bound |= function.keywords
-    if bound.keys() & VARIABLES.keys():
-        _refuse_kind(function, what)
+    if positions := sorted(bound.keys() & VARIABLES.keys()):
+        name = positions[0]
+        raise TypeError(
+            f"{what} is a functools.partial with {name} bound, which is the "
+            f"{_MEANING[name]}: call what you bind something else"
+        )
     plain = types.FunctionType(
         inner.__code__,
         inner.__globals__,
@@ -131,7 +133,9 @@ def _same(now, value):
         return now.__code__ is value.__code__
     if type(now) is tuple:
         return type(value) is tuple and repr(now) == repr(value)
-    return (type(now) in PARAMETERS or type(now) is str) and now == value
+    if type(now) in PARAMETERS:
+        return repr(now) == repr(value)  # -0.0 is not 0.0, and NaN is NaN
+    return type(now) is str and now == value
 
 
 def _keep(key, code, values, pinned, expression):
@@ -237,6 +241,12 @@ def _arguments(function, arrays, mask, state, start, names):
         *(function.__kwdefaults__ or ()),
     }
     for name in code.co_varnames[: count + code.co_kwonlyargcount]:
+        if name in known and name in optional:
+            fail(
+                f"{name} has a default, but is the {_MEANING.get(name, 'argument')}: "
+                "call it something else, or leave the default out",
+                start,
+            )
         if name in arrays:
             array = arrays[name]
             if name in VARIABLES:

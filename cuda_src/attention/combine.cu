@@ -4,7 +4,7 @@
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
 //            A split with lse = -inf saw no key and contributes nothing, not even a
 //            NaN. A sum that overflows is computed again with smaller weights.
-// Grid       one warp per row of out and 32 of its columns
+// Grid       one warp per row of out and 32 * COLUMNS of its columns
 // Memory     global: outs and out once, lses twice per warp; any strides
 // Numbers    all in accum_t. Kernels on splits return m and l of lse = m + log l
 //            (SUMS), so that no rounding of lse becomes an error of the weights
@@ -14,7 +14,7 @@
 #include "common/strides.cuh"
 
 #ifndef ELEM_T
-#error "ELEM_T, LSE_T, ACCUM_T, ROW_DIMS and NUM_THREADS come from the host"
+#error "ELEM_T, LSE_T, ACCUM_T, COLUMNS, ROW_DIMS and NUM_THREADS come from the host"
 #endif
 using elem_t = ELEM_T;  // of outs
 using lse_t = LSE_T;
@@ -40,6 +40,8 @@ __device__ __forceinline__ sum_t sum_of(lse_t lse) {
 }
 #endif
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
+constexpr int kColumns = COLUMNS;  // of a lane, kWarpSize apart
+constexpr int kWarpColumns = kWarpSize * kColumns;
 
 // Splits that a lane loads before it waits for the first.
 constexpr int kAtOnce = 8;
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long warp = (block * kNumThreads + threadIdx.x) / kWarpSize;
   const long long column_blocks =
-      params.head_dim_v > kWarpSize ? (params.head_dim_v - 1) / kWarpSize + 1 : 1;
+      params.head_dim_v > kWarpColumns ? (params.head_dim_v - 1) / kWarpColumns + 1 : 1;
   const long long row = divide(warp, column_blocks);
   if (row >= params.num_rows) return;
   const auto offsets = locate(params.rows, row);
@@ -86,9 +88,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   }
   m = warp_reduce<kWarpSize>(m, [](accum_t a, accum_t b) { return a > b ? a : b; });
 
-  const long long column = (warp - row * column_blocks) * kWarpSize + lane;
-  const bool exists = column < params.head_dim_v;
-  const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
+  const long long column = (warp - row * column_blocks) * kWarpColumns + lane;
+  auto exists = [&](int c) { return column + c * kWarpSize < params.head_dim_v; };
+  const elem_t* x[kColumns];
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    const long long from = exists(c) ? column + c * kWarpSize : 0;
+    x[c] = outs + offsets.of[kOuts] + from * params.outs_col;
+  }
   auto add = [](accum_t& total, accum_t& rest, accum_t x) {
     const pair_t<accum_t> both = exact_sum(total, x);
     total = both.high;
@@ -96,50 +103,75 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   };
   // Sums of the weights times `by`, and of the values with these weights. Rounding
   // errors are summed as well: splits may be many, and all alike.
-  auto add_up = [&](accum_t by, accum_t& l, accum_t& sum) {
-    accum_t rest_l = 0, rest_sum = 0;
+  auto add_up = [&](accum_t by, accum_t& l, accum_t(&sum)[kColumns]) {
+    accum_t rest_l = 0, rest_sum[kColumns] = {};
     l = 0;
-    sum = 0;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sum[c] = 0;
     for (long long first = 0; first < params.num_parts; first += kWarpSize) {
       const sum_t part = sum_at(first + lane);
       const accum_t own = part.l * exp_diff(part.m, m) * by;
       const unsigned seen = __ballot_sync(kFullMask, part.l != 0);
       // Splits that saw nothing are not read; the others are loaded several at a time.
       for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
-        elem_t values[kAtOnce];
+        elem_t values[kAtOnce][kColumns];
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
+          if (seen >> begin >> n == 0) break;
           const bool counts = seen >> (begin + n) & 1;
-          values[n] = counts ? x[(first + begin + n) * params.outs_part] : elem_t{};
+          const long long from = (first + begin + n) * params.outs_part;
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            values[n][c] = counts ? x[c][from] : elem_t{};
+          }
         }
 #pragma unroll
         for (int n = 0; n < kAtOnce; ++n) {
+          if (seen >> begin >> n == 0) break;
           const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
           add(l, rest_l, weight);
-          add(sum, rest_sum, rounded_product(weight, to<accum_t>(values[n])));
+#pragma unroll
+          for (int c = 0; c < kColumns; ++c) {
+            const accum_t value = to<accum_t>(values[n][c]);
+            add(sum[c], rest_sum[c], rounded_product(weight, value));
+          }
         }
       }
     }
     // If a sum is not finite, its rounding error is meaningless.
     if (is_finite(l)) l += rest_l;
-    if (is_finite(sum)) sum += rest_sum;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (is_finite(sum[c])) sum[c] += rest_sum[c];
+    }
   };
-  accum_t l, sum;
+  accum_t l, sum[kColumns];
   add_up(1, l, sum);
-  accum_t unit = l;  // of the sum
+  bool is_right = true;
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) is_right = is_right && is_finite(sum[c]);
   // Sums of the largest numbers overflow although their mean does not. A sum that stays
   // nonfinite is kept.
-  if (__any_sync(kFullMask, !is_finite(sum))) {
-    accum_t small_l, small_sum;
+  accum_t unit[kColumns];  // of a sum
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) unit[c] = l;
+  if (__any_sync(kFullMask, !is_right)) {
+    accum_t small_l, small_sum[kColumns];
     add_up(kDown, small_l, small_sum);
-    if (!is_finite(sum) && is_finite(small_sum)) {
-      sum = small_sum;
-      unit = small_l;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (!is_finite(sum[c]) && is_finite(small_sum[c])) {
+        sum[c] = small_sum[c];
+        unit[c] = small_l;
+      }
     }
   }
-  if (exists) {
-    out[offsets.of[kOut] + column * params.out_col] =
-        to<out_t>(l == 0 ? accum_t(0) : sum / unit);
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) {
+    if (exists(c)) {
+      out[offsets.of[kOut] + (column + c * kWarpSize) * params.out_col] =
+          to<out_t>(l == 0 ? accum_t(0) : sum[c] / unit[c]);
+    }
   }
   if (lse != nullptr && column == 0) {
     lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));

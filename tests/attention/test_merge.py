@@ -172,6 +172,33 @@ def test_order_of_parts_does_not_matter(xp, rng):
         np.testing.assert_allclose(to_host(a), to_host(b), rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["plain", "gaps", "shifted"])
+@pytest.mark.parametrize(
+    ("count", "head_dim", "dtype"),
+    [
+        (2, 128, "float16"),
+        (3, 70, "bfloat16"),
+        (40, 33, "float32"),
+        (2, 200, "float64"),
+    ],
+)
+def test_many_rows_have_the_bits_of_few(cupy, rng, count, head_dim, dtype, form):
+    """A thread has several columns then; sums and their order are the same."""
+    rows, few = 1 << 14, 500
+    outs, lses = parts(rng, (count, rows), head_dim, dtype)
+    outs[:, 7], lses[:, 7] = np.finfo("f4").max if dtype == "float32" else 6e4, 0
+    outs[0, 11, head_dim - 1] = NAN
+    found = cupyflash.merge_attention_states(place(cupy, outs, form), place(cupy, lses))
+    first = [place(cupy, x[:, :few].copy()) for x in (outs, lses)]
+    expected = cupyflash.merge_attention_states(*first)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(wide(a)[:few], wide(b))
+    last = slice(rows - 100, rows)
+    ends = [np.ascontiguousarray(x[:, last]) for x in (outs, lses)]
+    check(cupy, *ends, [x[last] for x in found])
+
+
 def test_merging_in_steps_is_merging_at_once(xp, rng):
     outs, lses = (
         place(xp, x) for x in parts(rng, dtype="float64", lse_dtype="float64")

@@ -1,18 +1,20 @@
 """What can be compiled for attention."""
 
+import functools
 import itertools
+from collections.abc import Iterator
 
-from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.combine_config import merge_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.forward import FusedKernel
 from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._attention.problem import MergeProblem
 from cupyflash._core.dtypes import FLOATS
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
@@ -37,18 +39,23 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             if isinstance(row, HopperKernel) and problem.mask_function is not None:
                 lists = row.tile_lists(problem).config(problem, batch_dims)
                 found[row.name, lists.variant] = None
-    for dtype, lse_dtype in itertools.product(FLOATS, ("float32", "float64")):
-        merge = attention_problem.MergeProblem("cupy", 2, (64,), 64, dtype, lse_dtype)
+    for config in _merges(device):
+        found["merge", config.variant] = None
+    for dtype in FLOATS:
         if kernel.refuse_old_device(dtype, device) is None:
-            found["merge", merge_config(merge, 1).variant] = None
             found["copy", copy_config(dtype, 2, 1, 1).variant] = None
-    for dtype in ("float32", "float64"):
-        parts = attention_problem.MergeProblem(
-            "cupy", 2, (64,), 64, dtype, dtype, in_sums=True
-        )
-        found["merge", merge_config(parts, 1).variant] = None
-        if dtype == "float32":
-            for narrow in ("float16", "bfloat16"):
-                if kernel.refuse_old_device(narrow, device) is None:
-                    found["merge", merge_config(parts, 1, narrow).variant] = None
     return list(found)
+
+
+def _merges(device: Device) -> Iterator[LaunchConfig]:
+    """The launches that merge: of few rows, and of many in one and in more columns."""
+    for rows, head_dim_v in ((64, 64), (1 << 16, 64), (1 << 16, 128)):
+        made = functools.partial(MergeProblem, "cupy", 2, (rows,), head_dim_v)
+        for dtype, lse_dtype in itertools.product(FLOATS, ("float32", "float64")):
+            if kernel.refuse_old_device(dtype, device) is None:
+                yield merge_config(made(dtype, lse_dtype), 1)
+        for dtype in ("float32", "float64"):
+            yield merge_config(made(dtype, dtype, in_sums=True), 1)
+        for narrow in ("float16", "bfloat16"):
+            if kernel.refuse_old_device(narrow, device) is None:
+                yield merge_config(made("float32", "float32", in_sums=True), 1, narrow)

@@ -300,7 +300,7 @@ def transport(turns, size=6000, dim=3, epsilon=0.05):
 
 # Points, dimensions, epsilon: transport on a GPU.
 TRANSPORTS = ((100_000, 3, 0.08), (100_000, 64, 0.5))
-_SECONDS = 8.0  # of one solution by a peer, at most
+_SECONDS = 2.0  # of one solution by a peer, at most
 
 
 def transport_on_gpu(xp, size, dim, epsilon, turns):

@@ -138,6 +138,7 @@ PUBLIC = {
         "_core.arrays",
         "_core.extras",
         "_core.foreign_names",
+        "_core.strides",
         "_core.typing",
     },
 }

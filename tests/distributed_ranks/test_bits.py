@@ -47,6 +47,22 @@ def test_other_dtypes_are_cast_as_ever():
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float32")])
+def test_parts_are_moved(xp, dtype):
+    host = np.arange(6 * 40 * 8).reshape(2, 3, 40, 8).astype(dtype)
+    x = place(xp, host)
+    for part in (
+        (..., slice(3, 21), slice(None)), (slice(1, 2), ..., slice(5), slice(None)),
+        (..., slice(None, None, 2), slice(None)), (..., slice(2, 5)),
+        (..., slice(None, None, -1), slice(None)), (slice(None), 1, 7), (1, 1, 7, 3),
+        (..., slice(0), slice(None)), (slice(None), slice(0, 2), slice(0, 7)),
+    ):  # fmt: skip
+        got = _bits.contiguous(xp, x[part])
+        assert got.flags.c_contiguous
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(to_host(got), host[part])
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float32")])
 def test_moves(dtype):
     x = np.arange(24).reshape(2, 3, 4).astype(dtype)
     turned = x.swapaxes(0, 2)

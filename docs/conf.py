@@ -1,12 +1,14 @@
 """Sphinx configuration."""
 
 import hashlib
+import inspect
 import os
 import sys
 from pathlib import Path
 
 import docutils.nodes
 import latex2mathml.converter
+from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -121,6 +123,16 @@ def setup(app):
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.config.html_math_renderer = "mathml"
     app.connect("source-read", add_gpu_output)
+    app.connect("autodoc-process-signature", show_constructor)
+
+
+def show_constructor(app, what, name, obj, options, signature, annotation):
+    """What __init__ takes, for a class whose __new__ passes everything on to it."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        given = inspect.signature(obj.__init__)
+        plain = given.replace(parameters=list(given.parameters.values())[1:])
+        return stringify_signature(plain, show_annotation=False), annotation
+    return None
 
 
 def add_gpu_output(app, docname, source):

@@ -48,12 +48,13 @@ def chosen(rows, problem, arch):
 
 def table(cases, rows):
     """A line for each problem, a column for each card."""
-    width = max(map(len, cases))
-    print(" " * width, *(f"{arch:>12}" for arch in ARCHS))
-    print(" " * width, *(f"{name:>12}" for name in ARCHS.values()))
+    lines = {"": ARCHS, " ": ARCHS.values()}
     for name, problem in cases.items():
-        names = (chosen(rows, problem, arch) for arch in ARCHS)
-        print(f"{name:<{width}}", *(f"{kernel:>12}" for kernel in names))
+        lines[name] = [chosen(rows, problem, arch) for arch in ARCHS]
+    first = max(map(len, lines))
+    width = max(len(word) for words in lines.values() for word in words)
+    for name, words in lines.items():
+        print(f"{name:<{first}}", *(f"{word:>{width}}" for word in words))
 
 
 # %%
@@ -147,8 +148,9 @@ table(
 # %%
 # Softmax
 # -------
-# Rows that are too long to fit on the chip are read twice. If the axis is not the
-# contiguous one, neighbouring columns are processed together.
+# By the length of a row. Rows that are too long to fit on the chip are read twice. If
+# the axis is not the contiguous one, neighbouring columns are processed together: the
+# last three lines, in float32.
 
 NAMES = ("x", "where", "out")
 
@@ -162,14 +164,14 @@ def softmax(dtype, layout):
 
 table(
     {
-        f"{np.dtype(dtype).name}, rows of {length:,}": softmax(
+        f"{np.dtype(dtype).name} {length:,}": softmax(
             dtype, memory_layout.rows(8, length, NAMES)
         )
         for dtype in (np.float16, np.float32, np.float64)
         for length in (7, 64, 4096, 32_768, 1_048_576)
     }
     | {
-        f"float32, columns of {length:,}": softmax(
+        f"columns {length:,}": softmax(
             np.float32, memory_layout.columns(1, length, 1024, NAMES)
         )
         for length in (64, 4096, 1_048_576)

@@ -43,6 +43,25 @@ def test_docstrings_name_every_parameter(name):
     assert set(inspect.signature(function).parameters) <= names
 
 
+def public_names():
+    """All that users import, such as cupyflash.points.sinkhorn."""
+    for name in ("", ".scores", ".points", ".dask", ".dask.points", ".distributed"):
+        module = pytest.importorskip(f"cupyflash{name}")
+        for item in module.__all__:
+            if not inspect.ismodule(getattr(module, item)) and item[0] != "_":
+                yield f"{module.__name__}.{item}"
+
+
+def test_the_reference_has_every_public_name():
+    listed, module = set(), None
+    for line in (ROOT / "docs/reference/index.rst").read_text("utf-8").splitlines():
+        if line.startswith(".. currentmodule::"):
+            module = line.split()[-1]
+        elif re.fullmatch(r"   \w+", line):
+            listed.add(f"{module}.{line.strip()}")
+    assert listed == set(public_names())
+
+
 def run_block(language, text, names):
     """Run one block; what it defines is there for the next."""
     if language == "pycon":

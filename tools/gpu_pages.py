@@ -7,6 +7,7 @@ printed, and NAME.png for its picture. A GPU is needed, and what the examples im
 """
 
 import hashlib
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "on_a_gpu"
+PEERS = ("scipy", "scikit-learn", "POT")
 
 # Runs a script in a process of its own and saves the figures that it leaves open.
 _RUN = """
@@ -37,7 +39,16 @@ def where():
     m = measure.machine(on_gpu=True)
     cuda = f"CUDA {m['driver'] // 1000}.{m['driver'] % 1000 // 10}"
     versions = f"cupyflash {m['cupyflash']} ({m['commit']}), CuPy {m['cupy']}"
-    return f"{m['gpu']}, {cuda}, {versions}, {m['date']}"
+    peers = ", ".join(f"{name} {version(name)}" for name in PEERS)
+    return f"{m['gpu']}, {cuda}, {versions}, {peers}, {m['date']}"
+
+
+def version(package):
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def main():

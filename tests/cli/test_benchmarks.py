@@ -218,6 +218,17 @@ def test_a_report_of_the_cpu_names_what_blas_runs(script, tmp_path, monkeypatch)
         assert library["num_threads"] >= 1
 
 
+def test_a_report_of_torch_names_its_cudnn(script, tmp_path, monkeypatch):
+    """It is a peer of its own, and comes with no version but torch's."""
+    timing = script("timing")
+    cudnn = types.SimpleNamespace(version=lambda: 91002)
+    backends = types.SimpleNamespace(cudnn=cudnn)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(backends=backends))
+    timing.save(tmp_path / "a.json", "a", False)
+    machine = json.loads((tmp_path / "a.json").read_text("utf-8"))["machine"]
+    assert machine["cudnn"] == 91002
+
+
 # --- the landscape -------------------------------------------------------------------
 
 

@@ -58,8 +58,9 @@ def draw_softmax(axes, rows, dtype):
             lengths, rates = zip(*sorted(found.items()), strict=True)
             axes.plot(lengths, rates, style, color=colour, markersize=3, label=provider)
     axes.set_xscale("log", base=2)
-    axes.set(title=f"softmax, {dtype}", xlabel="row length", ylabel="GB/s", ylim=0)
-    axes.legend(fontsize=8)
+    axes.set(title=f"softmax, {dtype}", xlabel="row length", ylabel="GB/s")
+    axes.set_ylim(0, 5200)
+    axes.legend(fontsize=8, loc="upper center", ncols=4)
     axes.grid(alpha=0.3)
 
 

@@ -232,7 +232,8 @@ def _print_fit(rows, num_pixels):
         ],
     )
     print(
-        "* measured on a regular grid of pixels and scaled up.\n"
+        "* measured on a regular grid of pixels and scaled up; the errors are of "
+        "those pixels.\n"
         "Only the first two give error bars. The nearest simulation and the best "
         "curve follow the noise;\nthe mean over all simulations does not. Looking up "
         "the best match needs no exponentials, so it can\nbe quicker than the fit, "

@@ -271,7 +271,8 @@ def rank_of_two(args, end):
         report["allowed"] = ALLOWED[small.dtype]
         write(report["errors"])
         del small
-        problems(comm, clock, xp, on_gpu, report, write)
+        count = PROBLEMS[on_gpu] if args.problems is None else args.problems
+        problems(comm, clock, xp, on_gpu, count, report, write)
         for tokens in LENGTHS[on_gpu]:
             for causal in (True, False):
                 # At 600 TFLOP/s: by one GPU and by two, warm and timed.
@@ -288,13 +289,13 @@ def rank_of_two(args, end):
         write("ranks are done")
 
 
-def problems(comm, clock, xp, on_gpu, report, write):
+def problems(comm, clock, xp, on_gpu, count, report, write):
     """Random problems, as many as there is time for."""
     import fuzz_ranks
 
     report["problems"] = {"done": 0, "bad": []}
     until = clock.left() / 2
-    for seed in range(90_000, 90_000 + PROBLEMS[on_gpu]):
+    for seed in range(90_000, 90_000 + count):
         if clock.left() < until:
             report["left_out"].append(f"problems from {seed} on")
             break
@@ -388,6 +389,7 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=270, help="after these no step is begun"
     )
+    parser.add_argument("--problems", type=int, help="random ones (default 100)")
     args = parser.parse_args()
     if "CUPYFLASH_END" in os.environ:
         return rank_of_two(args, float(os.environ["CUPYFLASH_END"]))

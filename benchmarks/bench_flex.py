@@ -8,12 +8,18 @@ of all are compared with float64 before they are timed, for the last queries of 
 Batch entries and heads make 16,384 tokens of 2,048 columns, or a longer sequence.
 """
 
+import itertools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import timing
+
+sys.path.append(str(timing.RESULTS.parents[1] / "tests" / "support"))
+import rows as support_rows
 
 import cupyflash
 from cupyflash import scores
@@ -55,6 +61,10 @@ def _documents(xp, heads, batch, n):
 
 def _prefixes(xp, heads, batch, n):
     return {"prefix": xp.full(batch, n // 4, "i4")}
+
+
+def _seen(xp, heads, batch, n):
+    return {"seen": xp.random.default_rng(3).random((n, n), "f4") > 0.1}
 
 
 def _flex_t5(torch, table):
@@ -121,6 +131,13 @@ CASES = (
         ),
         _prefixes,
     ),
+    Case(
+        "array",
+        lambda a: {"mask": lambda i, j, *, seen: seen[i, j], "mask_arrays": a},
+        lambda torch, seen: ("mask_mod", lambda b, h, i, j: seen[i, j]),
+        _seen,
+        lambda a: {"mask": a["seen"]},
+    ),
 )
 
 
@@ -169,7 +186,7 @@ def exact(xp, case, arrays, q, k, v, dout):
     q, dout = (x[0, 0, -_LAST:].astype("f8") for x in (q, dout))
     k, v = (x[0, 0].astype("f8") for x in (k, v))
     s, derivative = q @ k.T * dim**-0.5, 1.0
-    first = {name: x[0] if name != "table" else x[:, 0] for name, x in arrays.items()}
+    first = {name: x[:, 0] if name == "table" else x[0] for name, x in arrays.items()}
     if case.name == "alibi":
         s = s - first["slopes"] * abs(i - j)
     elif case.name == "softcap":
@@ -188,6 +205,7 @@ def exact(xp, case, arrays, q, k, v, dout):
             "window": lambda: (i - j <= _WINDOW) & (j <= i),
             "document": lambda: first["documents"][i] == first["documents"][j],
             "prefix": lambda: (j <= i) | (j < first["prefix"]),
+            "array": lambda: arrays["seen"][i, j],
         }[case.name]()
         s = xp.where(seen, s, -xp.inf)
     p = xp.exp(s - s.max(-1, keepdims=True))
@@ -253,17 +271,19 @@ def main():
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--row", help="of both tables; what is chosen, by default")
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     if not on_gpu:
         raise SystemExit("this benchmark needs a GPU")
     rows = []
-    for n in args.lengths:
-        for dim in args.dims:
-            for case in CASES:
-                if args.only in f"{case.name} {dim} {n}":
-                    rows += measure(xp, case, dim, n, args.turns, args.passes)
-                    timing.save(args.json, "flex", on_gpu, rows=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        for operation in ("attention", "attention_vjp") if args.row else ():
+            support_rows.force(patch, operation, args.row)
+        for n, dim, case in itertools.product(args.lengths, args.dims, CASES):
+            if args.only in f"{case.name} {dim} {n}":
+                rows += measure(xp, case, dim, n, args.turns, args.passes)
+                timing.save(args.json, "flex", on_gpu, rows=rows)
 
 
 if __name__ == "__main__":

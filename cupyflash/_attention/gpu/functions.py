@@ -1,5 +1,6 @@
 """Score and mask functions of a call on a GPU: their part of plans and launches."""
 
+import types
 from typing import Any, NamedTuple
 
 from cupyflash._attention import functions as _functions
@@ -45,37 +46,63 @@ def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, by
     Raises TypeError, ValueError or AttributeError if the arguments need the checks
     first.
     """
-    key: tuple[Any, ...] = ()
-    parts = []
-    accum = "float64" if q.dtype == "float64" else "float32"
-    for function, arrays, is_mask in (
-        (score, score_arrays, False),
-        (mask, mask_arrays, True),
-    ):
-        if function is None:
-            if arrays is not None:
-                raise TypeError
-            key += (None,)
-            continue
-        expression, values = _functions.language().lookup(function, arrays, is_mask)
-        if expression.option is not None and (is_mask or not softcap):
-            option = _functions.as_option(expression, values)
-            if option is not None:
-                key += (option,)
-                continue
-        packer = expression.packer
-        if arrays:
-            for array in arrays.values():
-                # A CuPy array on q's device, in native byte order
-                if (
-                    array.data.device_id != q.data.device_id
-                    or array.dtype.byteorder not in "=|"
-                ):
-                    raise ValueError
-        small = not packer.integers or _functions.are_small(expression, values)
-        key += (expression.key, small)
-        parts.append(packer(arrays, values, accum))
-    return key, b"".join(parts)
+    accum = "float64" if q.dtype.char == "d" else "float32"
+    key, packed = _of_one(q, score, score_arrays, accum, bool(softcap))
+    if mask is mask_arrays is None:
+        return (*key, None), packed
+    of_mask, packed_mask = _of_one(q, mask, mask_arrays, accum, None)
+    return key + of_mask, packed + packed_mask
+
+
+# id of a function's code -> (a snapshot of it, what `_of_one` said then).
+_known: dict[int, tuple[Any, tuple[Any, bytes]]] = {}
+_MOST_KNOWN = 256
+
+
+def _of_one(q, function, arrays, accum, has_softcap):
+    """`of_call` of a score, or of a mask, which has None for `has_softcap`."""
+    if function is None:
+        if arrays is not None:
+            raise TypeError
+        return (None,), b""
+    facts = [accum, has_softcap]
+    if arrays:
+        facts.append(q.data.device_id)
+        for name, x in arrays.items():
+            data = x.data
+            facts += name, x.dtype, x.shape, x.strides, data.ptr, data.device_id
+    if type(function) is not types.FunctionType:  # a partial
+        return _looked_up(q, function, arrays, accum, has_softcap)
+    place = id(function.__code__)
+    if known := _known.get(place):
+        snapshot, found = known
+        if snapshot.still_holds(function, facts):
+            return found
+    from cupyflash._expr.closures import Snapshot
+
+    snapshot = Snapshot(function, facts)
+    found = _looked_up(q, function, arrays, accum, has_softcap)
+    if snapshot.still_holds(function, facts):  # no thread has changed it meanwhile
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[place] = snapshot, found
+    return found
+
+
+def _looked_up(q, function, arrays, accum, has_softcap):
+    is_mask = has_softcap is None
+    expression, values = _functions.language().lookup(function, arrays, is_mask)
+    if not has_softcap and expression.option is not None:
+        option = _functions.as_option(expression, values)
+        if option is not None:
+            return (option,), b""
+    for x in (arrays or {}).values():
+        # A CuPy array on q's device, in native byte order
+        if x.data.device_id != q.data.device_id or x.dtype.byteorder not in "=|":
+            raise ValueError
+    packer = expression.packer
+    small = not packer.integers or _functions.are_small(expression, values)
+    return (expression.key, small), packer(arrays, values, accum)
 
 
 def overlap(out, *named) -> bool:

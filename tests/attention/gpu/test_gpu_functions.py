@@ -1,6 +1,7 @@
 """Score and mask functions on a GPU: plans and texts of kernels, without a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import expressions_gpu
 import functions_gpu
@@ -301,3 +302,106 @@ def test_explain_shows_the_functions():
     )
     assert "score:" in text
     assert "SCORE_FUNCTION=1" in text
+
+
+# --- recognition ---------------------------------------------------------------------
+
+GAIN = 0.5
+
+
+def gained(x):
+    return x * GAIN
+
+
+def like_a_cupy_array(x, device_id=0):
+    """What the host asks of a CuPy array."""
+    pointer = SimpleNamespace(ptr=x.ctypes.data, device_id=device_id)
+    facts = {
+        n: getattr(x, n) for n in ("dtype", "shape", "strides", "itemsize", "size")
+    }
+    return SimpleNamespace(data=pointer, ndim=x.ndim, kept=x, **facts)
+
+
+def told_anew(q, score=None, score_arrays=None, mask=None, mask_arrays=None, softcap=0):
+    """What `of_call` says, which is what it says when it knows no function."""
+    call = q, score, score_arrays, mask, mask_arrays, softcap
+    found = gpu_functions.of_call(*call)
+    assert gpu_functions.of_call(*call) == found
+    gpu_functions._known.clear()
+    assert gpu_functions.of_call(*call) == found
+    return found
+
+
+def test_a_function_known_from_the_last_call_is_what_it_is_now(monkeypatch):
+    q = like_a_cupy_array(np.zeros((2, 8, 4), np.float16))
+    double = like_a_cupy_array(np.zeros((2, 8, 4)))
+    slope = 0.25
+
+    def score(s, i, j, alpha=2.0, *, beta=3.0, gamma=0.5):
+        return s - slope * gained(abs(i - j)) * alpha + beta * s**2 - gamma
+
+    seen = set()
+
+    def is_new(*call, **options):
+        found = told_anew(*call, **options)
+        assert found not in seen
+        seen.add(found)
+
+    is_new(q, score)
+    is_new(double, score)
+    for slope in (0.5, 0.0, -0.0, 2):  # noqa: B007
+        is_new(q, score)
+    monkeypatch.setitem(globals(), "GAIN", 0.75)
+    is_new(q, score)
+    score.__defaults__ = (4.0,)
+    is_new(q, score)
+    score.__kwdefaults__ = {"gamma": 3.0, "beta": 0.5}
+    is_new(q, score)
+    score.__kwdefaults__ = {"beta": 3.0, "gamma": 0.25}
+    is_new(q, score)
+    monkeypatch.setitem(globals(), "gained", lambda x: x + GAIN)
+    is_new(q, score)
+    score.__code__ = (lambda s, i, j, alpha=0, *, beta=0, gamma=0: s * slope).__code__
+    is_new(q, score)
+
+    def capped(s):
+        return 2.0 * np.tanh(s / 2.0)
+
+    is_new(q, capped)  # an option
+    is_new(q, capped, softcap=3.0)  # beside which it is none
+    is_new(q, None, None, lambda i, j: i - j < slope)
+    slope = 3
+    is_new(q, None, None, lambda i, j: i - j < slope)
+
+
+def test_the_arrays_of_a_function_are_those_of_the_call():
+    q = like_a_cupy_array(np.zeros((2, 8, 4), np.float16))
+
+    def score(s, h, *, w, u):
+        return s * w[h] + u[h]
+
+    w = np.zeros((4, 4), np.float32)
+    u = like_a_cupy_array(w[0])
+    found = [
+        told_anew(q, score, {"w": like_a_cupy_array(x), "u": u})
+        for x in (w[0], w[1], w[:, 0], w[0, :3], w[0].view(np.int32))
+    ]
+    other = like_a_cupy_array(w[1])
+    found += [told_anew(q, score, {"w": other, "u": u})]
+    found += [told_anew(q, score, {"w": u, "u": other})]
+    assert len(set(found)) == len(found) - 1  # the same arrays are there twice
+    with pytest.raises(ValueError):  # noqa: PT011
+        gpu_functions.of_call(
+            q, score, {"w": like_a_cupy_array(w[0], device_id=1), "u": u}, None, None, 0
+        )
+    for wrong in ({"w": u}, {"w": u, "u": u, "v": u}, {"w": u, "x": u}, None):
+        with pytest.raises(TypeError):
+            gpu_functions.of_call(q, score, wrong, None, None, 0)
+
+
+def test_known_functions_do_not_pile_up():
+    q = like_a_cupy_array(np.zeros((2, 8, 4), np.float16))
+    for k in range(300):
+        score = expressions_gpu.expressions.function(f"s * {k + 2}", "s")
+        gpu_functions.of_call(q, score, None, None, None, 0)
+    assert len(gpu_functions._known) <= 256

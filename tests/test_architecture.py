@@ -134,6 +134,7 @@ PUBLIC = {
     "distributed": {
         "",
         "_attention.problem",
+        "_attention.row_sums",
         "_attention.vjp_problem",
         "_core.arrays",
         "_core.extras",

@@ -7,8 +7,10 @@ import numpy as np
 
 import cupyflash
 from cupyflash._attention import problem as attention_problem
+from cupyflash._attention import row_sums as attention_row_sums
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.problem import heads_first
+from cupyflash._attention.row_sums import RowSums
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
@@ -458,6 +460,13 @@ class _Call:
             "query_offset": rule + call.shift,
         }
 
+    def options_of_no_keys(self):
+        """(rows, options) of calls over the sinks alone."""
+        for chunk in self.plan.queries[self.comm.rank]:
+            rows = slice(chunk.at, chunk.at + chunk.length)
+            lengths = self.part_of_lengths("query_lengths", chunk.first, rows)
+            yield rows, {"sinks": self.given["sinks"], "query_lengths": lengths}
+
     def part_of_lengths(self, name, first, part):
         """How much of a part of the sequence lengths leave, which counts from first."""
         if self.given[name] is None:
@@ -548,15 +557,9 @@ def _forward(call):
 def _of_no_keys(call, q, k, v):
     """The lse of sinks alone, which join each row once."""
     parts = []
-    for chunk in call.plan.queries[call.comm.rank]:
-        rows = slice(chunk.at, chunk.at + chunk.length)
+    for rows, options in call.options_of_no_keys():
         _, lse = cupyflash.attention(
-            q[..., rows, :],
-            k[..., :0, :],
-            v[..., :0, :],
-            sinks=call.given["sinks"],
-            query_lengths=call.part_of_lengths("query_lengths", chunk.first, rows),
-            return_lse=True,
+            q[..., rows, :], k[..., :0, :], v[..., :0, :], return_lse=True, **options
         )
         parts.append(lse)
     return call.xp.concatenate(parts, axis=-1)
@@ -613,25 +616,43 @@ def _backward(call):
     dtype, rank = call.compute_dtype(), call.comm.rank
     dq = _Sum(q, dtype, call.xp)
     home = _Home(call, k, v, dtype)
+    row_sums = _row_sums(call, q)
+
+    def vjp(rows, keys, values, **options):
+        """Gradients of some queries over some keys."""
+        given = (
+            dout[..., rows, :], q[..., rows, :], keys, values, out[..., rows, :],
+            lse[..., rows],
+        )  # fmt: skip
+        options |= {
+            "dlse": None if dlse is None else dlse[..., rows],
+            "deterministic": call.options["deterministic"],
+        }
+        if row_sums is None:
+            return cupyflash.attention_vjp(*given, **options)
+        grads, sums = attention_row_sums.attention_vjp(*given, **options)
+        row_sums.add((slice(None),) * (row_sums.ds.ndim - 1) + (rows,), sums)
+        return grads
+
     for shift, source, first, keys, values in _travel(call, k, v):
         dk, dv = (_Sum(x, dtype, call.xp) for x in (keys, values))
         for c in call.plan.calls(rank, source):
             part = slice(c.keys.start - first, c.keys.stop - first)
-            grads = cupyflash.attention_vjp(
-                dout[..., c.rows, :],
-                q[..., c.rows, :],
-                keys[..., part, :],
-                values[..., part, :],
-                out[..., c.rows, :],
-                lse[..., c.rows],
-                dlse=None if dlse is None else dlse[..., c.rows],
-                deterministic=call.options["deterministic"],
-                **call.options_of(c),
+            grads = vjp(
+                c.rows, keys[..., part, :], values[..., part, :], **call.options_of(c)
             )
             dq.add(c.rows, grads.dq)
             dk.add(part, grads.dk)
             dv.add(part, grads.dv)
         home.send(shift, dk.total(), dv.total())
+    if row_sums is not None:
+        if call.given["sinks"] is not None:
+            for rows, options in call.options_of_no_keys():
+                vjp(rows, k[..., :0, :], v[..., :0, :], **options)
+        lack = row_sums.lack(0 if dlse is None else dlse, lse)
+        dq.add(
+            slice(0, q.shape[-2]), _summed_to(q.shape, call.plan.problem.scale * lack)
+        )
     dk, dv = home.sums()
     return AttentionGrads(
         *(
@@ -639,6 +660,24 @@ def _backward(call):
             for name, x in (("q", dq.total()), ("k", dk), ("v", dv))
         )
     )
+
+
+def _row_sums(call, q):
+    """Where rows of dS are summed if that mends dq: on NumPy, over several calls."""
+    plan, problem, rank = call.plan, call.plan.problem, call.comm.rank
+    count = sum(len(plan.calls(rank, source)) for source in range(call.comm.size))
+    count += call.given["sinks"] is not None
+    if call.xp is not np or count < 2:
+        return None  # a call over all keys mends its dq
+    shape = (*problem.batch, problem.num_heads, q.shape[-2])
+    return RowSums.zeros(shape, problem.head_dim, call.compute_dtype())
+
+
+def _summed_to(shape, x):
+    """`x` summed over the axes that an array of another shape lacks, or has once."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    axes = [i for i, n in enumerate(shape) if n == 1 != x.shape[i]]
+    return x.sum(axis=tuple(axes), keepdims=True)
 
 
 class _Sum:

@@ -7,6 +7,7 @@ import time
 
 import fuzz_ranks
 import numpy as np
+import oracle
 import pytest
 import ranks as support
 import thread_ranks
@@ -54,6 +55,66 @@ def test_one_rank_gives_what_the_plain_functions_give():
     for one, other in zip((*got, *grads[:3]), (*want, *theirs[:3]), strict=True):
         np.testing.assert_array_equal(one, other)
     assert grads[3:] == (None, None, None)
+
+
+def keys_far_from_zero(dtype, options):
+    """(q, k, v, dout, options), where dq is far smaller than its terms."""
+    options = dict(options)
+    rng = np.random.default_rng(3)
+    batch = (2,) if options.pop("one q for all", False) else ()
+    shift = 5 if dtype == "float32" else 30
+    q, dout = rng.normal(size=(2, 4, 40, 32))
+    k, v = rng.normal(size=(2, *batch, 2, 90, 32)) + 5
+    if batch:
+        dout = np.stack([dout, dout[::-1]])
+    if options.pop("sinks", False):
+        options["sinks"] = np.ones(4, dtype)
+    options["dlse"] = options.get("dlse") and rng.normal(size=dout.shape[:-1])
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v + shift, dout))
+    if options["dlse"] is not None:
+        options["dlse"] = options["dlse"].astype(dtype)
+    return q, k, v, dout, options
+
+
+def dq_over_ranks(comm, dtype, options):
+    q, k, v, dout, options = keys_far_from_zero(dtype, options)
+    dlse = options.pop("dlse")
+    causal = options.get("causal", False)
+    q, k, v, dout = (distributed.shard(x, comm, causal=causal) for x in (q, k, v, dout))
+    if dlse is not None:
+        dlse = distributed.shard(dlse, comm, -1, causal=causal)
+    out, lse = distributed.attention(q, k, v, comm, return_lse=True, **options)
+    grads = distributed.attention_vjp(
+        dout, q, k, v, out, lse, comm, dlse=dlse, **options
+    )
+    return distributed.unshard(grads.dq, comm, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"causal": True}, {"causal": True, "softcap": 30.0}, {"sinks": True},
+        {"dlse": True}, {"one q for all": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-13)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_dq_is_balanced_once_all_keys_were_seen(ranks, size, dtype, bound, options):
+    """What a row of dS lacks of its sum is multiplied by keys far from zero."""
+    q, k, v, dout, given = keys_far_from_zero(dtype, options)
+    real = np.float64 if dtype == "float32" else np.longdouble
+    exact, *_ = oracle.attention_vjp(dout, q, k, v, real=real, **given)
+    for got in ranks.all(size, dq_over_ranks, dtype, options):
+        error = np.abs(got - exact["dq"]).max()
+        assert error <= bound * np.abs(exact["dq"]).max()
+
+
+@pytest.mark.parametrize("seed", [910028, 910203, 910451])
+def test_problems_that_failed(ranks, seed):
+    """Of dq, where each rank balanced nothing; and of rows that see no key."""
+    found = ranks.all(fuzz_ranks.draw(seed)[0], fuzz_ranks.solve, seed)
+    assert found == [None] * len(found)
 
 
 def with_nan(comm):

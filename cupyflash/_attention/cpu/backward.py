@@ -11,7 +11,8 @@ that S and P are never whole. For rows i and keys j, with dO the gradient of out
 `out` and lse are rounded, hence delta and the sum of P, too; dq is wrong by what dS
 lacks of its sum times the weighted mean of the keys, which may be far larger than dq.
 But that sum is known, unless lse is over more keys than the call has: where the lack
-matters, dS gets it in proportion to P (`_Rows.balance`).
+matters, dS gets it in proportion to P (`_Rows.balance`). Over some of the keys alone
+the rows say what they add up to, and whoever has all keys adds it (`RowSums`).
 
 A task owns what it sums, and adds in one order: results are the same in every run.
 """
@@ -33,6 +34,7 @@ from cupyflash._attention.cpu.block import (
     times_values,
 )
 from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
+from cupyflash._attention.row_sums import RowSums
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
@@ -48,8 +50,11 @@ _MAY_BE_LOST = {
 }
 
 
-def run(problem, operands):
-    """Compute the gradients on the host."""
+def run(problem, operands, row_sums=None):
+    """Compute the gradients on the host.
+
+    With `row_sums` the keys are some of all: it is filled, and dq not balanced.
+    """
     forward = problem.forward
     if operands.forward.functions is not None:
         forward, inputs = functions.as_options(forward, operands.forward)
@@ -62,7 +67,7 @@ def run(problem, operands):
     dbias = dsinks = None
     if problem.need_dsinks:
         dsinks = np.empty(problem.sinks_shape, arrays.to_dtype(forward.sinks))
-    dscore = _main(problem, operands, dq, dk, dv, dsinks)
+    dscore = _main(problem, operands, dq, dk, dv, dsinks, row_sums)
     if problem.need_dbias:
         dbias = np.empty(problem.bias_shape, arrays.to_dtype(forward.bias))
         _bias(problem, operands, aligned_bias(dbias, forward))
@@ -109,8 +114,9 @@ def describe(problem, operands):
 class _Rows(Part):
     """Rows of one query head, and what flows into them."""
 
-    def __init__(self, problem, operands, task, scratch):
+    def __init__(self, problem, operands, task, scratch, has_all_keys=True):
         super().__init__(problem.forward, operands.forward, task, scratch)
+        self.has_all_keys = has_all_keys
         head, rows = (*self.batch, self.head), slice(self.start, self.stop)
         self.dout = self._load("dout", operands.dout[head][rows])
         self.lse = finite_base(operands.lse[head][rows, None])
@@ -120,7 +126,7 @@ class _Rows(Part):
         # A row that sees no key has out = 0, whatever flows into it.
         np.copyto(terms, 0, where=out == 0)
         self.delta = np.sum(terms, axis=1, keepdims=True)
-        down = 0
+        self.down = down = 0
         if operands.dlse is not None:
             down = operands.dlse[head][rows, None]
             # A row that sees no key has the sink for its lse: what flows there is the
@@ -129,9 +135,11 @@ class _Rows(Part):
             is_sink &= (out == 0).all(axis=1, keepdims=True)
             down = np.where(is_sink & ~np.isfinite(down), 0, down)
             self.delta -= down
+            self.down = down[:, 0]
         self.of_sink = np.exp(self.sink - self.lse)
-        # What the rows of dS have yet to add up to.
-        self.missing = down + self.of_sink * self.delta
+        # Over the sink, which has no entries that count in the mean.
+        of_sink = self.of_sink[:, 0]
+        self.sums = RowSums(-of_sink * self.delta[:, 0], of_sink.astype(float), 0.0)
         self.scaled_q, self.factor = self.queries()
         self.odd = not np.isfinite(self.scaled_q).all()
         self._names = problem.need_dscore
@@ -191,44 +199,48 @@ class _Rows(Part):
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
         if not self.odd and np.isfinite(dq).all():
-            self.missing -= of_rows
-            return dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
+            self.sums.ds += of_rows
+            found = dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
+            if not self.has_all_keys:
+                self._weigh(start, stop, p, slope)
+            return found
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
-        self.missing -= self._row_sums(ds)
+        self.sums.ds += self._row_sums(ds)
         if slope is not None:
             np.copyto(ds, ds * slope, where=visible)
-        return (
+        found = (
             times_values(ds, visible, self.keys(start, stop)),
             times_values(ds.T, visible.T, self.scaled_q),
             times_values(p.T, visible.T, self.dout),
         )
+        if not self.has_all_keys:
+            self._weigh(start, stop, p, slope, visible)
+        return found
 
     def _row_sums(self, x):
         """A product with ones, the fastest sum over rows."""
-        return product(x, np.ones((x.shape[1], 1), self.dtype))
+        return product(x, np.ones((x.shape[1], 1), self.dtype))[:, 0]
+
+    def _weigh(self, start, stop, p, slope, visible=True):
+        """Add P of keys [start, stop), and these keys so weighted; P is lost."""
+        self.sums.p += self._row_sums(p)
+        if slope is not None:
+            np.copyto(p, p * slope, where=visible)
+        self.sums.mean += times_values(p, visible, self.keys(start, stop))
 
     def balance(self, dq, size):
         """Add to dq, in place, what dS lacks of its sums, where that matters."""
-        missing = self.missing
         start, stop = self.visible_keys()
-        lost = _largest(missing) * _largest(self.k[start:stop])
+        lost = _largest(self.down - self.sums.ds) * _largest(self.k[start:stop])
         if lost <= _MAY_BE_LOST[self.problem.dtype] * _largest(dq):
             return
-        total, mean = np.zeros(missing.shape), np.zeros(dq.shape)
         for start, stop in self.key_blocks(size):
             p, _, slope, visible = self.block(start, stop, exact=True)
-            total += self._row_sums(p)
-            if slope is not None:
-                np.copyto(p, p * slope, where=visible)
-            mean += times_values(p, visible, self.keys(start, stop))
-        total += self.of_sink  # which has its share of what lacks
-        # With lse over more keys than these, the sum is not known.
-        eps = np.finfo(self.dtype).eps
-        is_whole = np.abs(total - 1) <= 8 * eps * (1 + np.abs(self.lse))
-        has_sum = np.isfinite(missing) & is_whole
-        share = np.where(has_sum, missing, 0) / np.where(has_sum, total, 1)
-        np.add(dq, share * mean, out=dq, casting="same_kind")
+            self._weigh(start, stop, p, slope, visible)
+        np.add(
+            dq, self.sums.lack(self.down, self.lse[:, 0]), out=dq, casting="same_kind"
+        )
 
     def bias_gradient(self, start, stop):
         """DS of keys [start, stop), before the derivative of the softcap."""
@@ -298,7 +310,7 @@ def _groups(tasks, num_groups):
     return [(i, tasks[i * size : (i + 1) * size]) for i in range(num_groups)]
 
 
-def _main(problem, operands, dq, dk, dv, dsinks):
+def _main(problem, operands, dq, dk, dv, dsinks, row_sums):
     forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
     (size, size_k), num_parts = _block_shape(forward), _num_parts(forward)
     starts = range(0, forward.seqlen_q, size)
@@ -339,11 +351,19 @@ def _main(problem, operands, dq, dk, dv, dsinks):
                 start = starts[number]
                 stop = min(start + size, forward.seqlen_q)
                 rows = _Rows(
-                    problem, operands, Task(tuple(batch), head, start, stop), scratch
+                    problem,
+                    operands,
+                    Task(tuple(batch), head, start, stop),
+                    scratch,
+                    has_all_keys=row_sums is None,
                 )
                 factor = rows.factor
                 dq = np.zeros((stop - start, forward.head_dim), dtype)
                 _one_block_of_rows(rows, size_k, dq, dk, dv, dscores[group])
+                if row_sums is not None:
+                    row_sums.add(
+                        (*batch, head, slice(rows.start, rows.stop)), rows.sums
+                    )
                 sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
                     terms = rows.of_sink * rows.delta
@@ -379,7 +399,8 @@ def _one_block_of_rows(rows, size_k, dq, dk, dv, dscore):
         np.add(dq, to_dq, out=dq)
         np.add(dk[start:stop], to_dk, out=dk[start:stop])
         np.add(dv[start:stop], to_dv, out=dv[start:stop])
-    rows.balance(dq, size_k)
+    if rows.has_all_keys:
+        rows.balance(dq, size_k)
     np.multiply(dq, rows.dtype.type(rows.problem.scale), out=dq)
 
 

@@ -1,0 +1,96 @@
+"""Gradients where a row's keys come in several calls, on NumPy.
+
+dq is wrong by what a row of dS lacks of its sum (see `cpu/backward.py`). A call over
+all keys mends that; one over some of them cannot, but says what its rows add up to.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyflash._attention import vjp_problem
+from cupyflash._attention.vjp_problem import AttentionGrads
+
+
+@dataclass
+class RowSums:
+    """Sums along rows of dS and of P, and of P times the keys, over the keys so far.
+
+    `mean` is the derivative of dq by the sum of dS, but for the factor `scale`; a sink
+    counts in the sums of dS and P.
+    """
+
+    ds: Any
+    p: Any
+    mean: Any
+
+    @classmethod
+    def zeros(cls, rows_shape, head_dim, dtype):
+        """Those of no keys."""
+        ds, p = np.zeros((2, *rows_shape))
+        return cls(ds, p, np.zeros((*rows_shape, head_dim), dtype))
+
+    def add(self, rows, other: "RowSums") -> None:
+        """Add to some rows, an index of `ds`, what others have for them."""
+        self.ds[rows] += other.ds
+        self.p[rows] += other.p
+        self.mean[rows] += other.mean
+
+    def lack(self, due, lse):
+        """What to add to the rows of dq, but for the factor `scale`.
+
+        `due` is what a row of dS should add up to: the gradient of its lse.
+        """
+        with np.errstate(all="ignore"):
+            missing = due - self.ds
+            # With lse over more keys than these, the sum is not known.
+            allowed = 8 * np.finfo(self.mean.dtype).eps * (1 + np.abs(lse))
+            is_whole = (self.p > 0) & (np.abs(self.p - 1) <= allowed)
+            has_sum = np.isfinite(missing) & is_whole
+            share = np.where(has_sum, missing, 0) / np.where(has_sum, self.p, 1)
+            return share[..., None] * self.mean
+
+
+@functools.cache
+def _cpu_vjp():
+    """The back end, imported by the first call that runs on it."""
+    from cupyflash._attention.cpu import backward
+
+    return backward
+
+
+def attention_vjp(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    *,
+    bias=None,
+    mask=None,
+    scale=None,
+    causal=False,
+    query_offset=None,
+    window=None,
+    softcap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+    query_lengths=None,
+    key_lengths=None,
+    precision="float32",
+    method="auto",
+    dlse=None,
+    deterministic=False,
+) -> tuple[AttentionGrads, RowSums]:
+    """`cupyflash.attention_vjp` over some of the keys, and the sums of its rows."""
+    problem, operands = vjp_problem.attention_vjp(
+        dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
+        softcap, sinks, alibi_slopes, query_lengths, key_lengths, "bhsd", precision,
+        method, dlse, False, False, deterministic,
+    )  # fmt: skip
+    forward = problem.forward
+    sums = RowSums.zeros(problem.rows_shape, forward.head_dim, forward.compute_dtype)
+    return _cpu_vjp().run(problem, operands, sums), sums

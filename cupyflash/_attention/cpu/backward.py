@@ -126,7 +126,7 @@ class _Rows(Part):
         # A row that sees no key has out = 0, whatever flows into it.
         np.copyto(terms, 0, where=out == 0)
         self.delta = np.sum(terms, axis=1, keepdims=True)
-        self.down = down = 0
+        self.down = down = self.dtype.type(0)
         if operands.dlse is not None:
             down = operands.dlse[head][rows, None]
             # A row that sees no key has the sink for its lse: what flows there is the
@@ -135,11 +135,11 @@ class _Rows(Part):
             is_sink &= (out == 0).all(axis=1, keepdims=True)
             down = np.where(is_sink & ~np.isfinite(down), 0, down)
             self.delta -= down
-            self.down = down[:, 0]
+            self.down = down
         self.of_sink = np.exp(self.sink - self.lse)
-        # Over the sink, which has no entries that count in the mean.
-        of_sink = self.of_sink[:, 0]
-        self.sums = RowSums(-of_sink * self.delta[:, 0], of_sink.astype(float), 0.0)
+        # Sums over the sink, then the keys: of dS, of P, of keys weighted by P.
+        self.sum_ds = -(self.of_sink * self.delta)
+        self.sum_p, self.mean = self.of_sink, 0.0
         self.scaled_q, self.factor = self.queries()
         self.odd = not np.isfinite(self.scaled_q).all()
         self._names = problem.need_dscore
@@ -199,14 +199,14 @@ class _Rows(Part):
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
         if not self.odd and np.isfinite(dq).all():
-            self.sums.ds += of_rows
+            self.sum_ds += of_rows
             found = dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
             if not self.has_all_keys:
                 self._weigh(start, stop, p, slope)
             return found
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
-        self.sums.ds += self._row_sums(ds)
+        self.sum_ds += self._row_sums(ds)
         if slope is not None:
             np.copyto(ds, ds * slope, where=visible)
         found = (
@@ -220,27 +220,31 @@ class _Rows(Part):
 
     def _row_sums(self, x):
         """A product with ones, the fastest sum over rows."""
-        return product(x, np.ones((x.shape[1], 1), self.dtype))[:, 0]
+        return product(x, np.ones((x.shape[1], 1), self.dtype))
 
     def _weigh(self, start, stop, p, slope, visible=True):
         """Add P of keys [start, stop), and these keys so weighted; P is lost."""
-        self.sums.p += self._row_sums(p)
+        self.sum_p = np.add(self.sum_p, self._row_sums(p), dtype=np.float64)
         if slope is not None:
             np.copyto(p, p * slope, where=visible)
-        self.sums.mean += times_values(p, visible, self.keys(start, stop))
+        self.mean += times_values(p, visible, self.keys(start, stop))
+
+    def sums(self):
+        """What the rows add up to."""
+        return RowSums(self.sum_ds[:, 0], self.sum_p[:, 0], self.mean)
 
     def balance(self, dq, size):
         """Add to dq, in place, what dS lacks of its sums, where that matters."""
         start, stop = self.visible_keys()
-        lost = _largest(self.down - self.sums.ds) * _largest(self.k[start:stop])
+        lost = _largest(self.down - self.sum_ds) * _largest(self.k[start:stop])
         if lost <= _MAY_BE_LOST[self.problem.dtype] * _largest(dq):
             return
         for start, stop in self.key_blocks(size):
             p, _, slope, visible = self.block(start, stop, exact=True)
             self._weigh(start, stop, p, slope, visible)
-        np.add(
-            dq, self.sums.lack(self.down, self.lse[:, 0]), out=dq, casting="same_kind"
-        )
+        due = np.broadcast_to(self.down, self.lse.shape)
+        lack = self.sums().lack(due[:, 0], self.lse[:, 0])
+        np.add(dq, lack, out=dq, casting="same_kind")
 
     def bias_gradient(self, start, stop):
         """DS of keys [start, stop), before the derivative of the softcap."""
@@ -361,9 +365,8 @@ def _main(problem, operands, dq, dk, dv, dsinks, row_sums):
                 dq = np.zeros((stop - start, forward.head_dim), dtype)
                 _one_block_of_rows(rows, size_k, dq, dk, dv, dscores[group])
                 if row_sums is not None:
-                    row_sums.add(
-                        (*batch, head, slice(rows.start, rows.stop)), rows.sums
-                    )
+                    which = *batch, head, slice(rows.start, rows.stop)
+                    row_sums.add(which, rows.sums())
                 sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
                     terms = rows.of_sink * rows.delta

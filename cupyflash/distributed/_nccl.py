@@ -1,11 +1,14 @@
 """Ranks joined by NCCL: CuPy arrays, one GPU a process."""
 
+import threading
 import time
 
 from cupyflash._core import extras
 from cupyflash.distributed._comm import Comm
 
 _PAUSE = 2e-5  # seconds between two looks
+_LOOK = 0.05  # the same while ranks connect, which takes seconds
+_GRACE = 1.0  # for a connection that is there, beside a rank that has left
 
 
 def _modules():
@@ -19,6 +22,12 @@ def _modules():
             f"{extras.command('distributed')} brings it on Linux"
         )
     return cupy, nccl
+
+
+def _ended(thread, seconds):
+    """Whether a thread has ended, waiting for that so long."""
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 class NcclComm(Comm):
@@ -35,6 +44,10 @@ class NcclComm(Comm):
     -----
     Transfers run on a stream of their own: after what the current stream has been
     given before them, beside what it is given then, up to the wait.
+
+    NCCL connects ranks when the communicator is made and when a pair first exchanges
+    arrays, and waits for them without end. It does so on a thread, while this one keeps
+    the time and watches the host's connections.
     """
 
     def __init__(self, host: Comm, device: int):
@@ -44,10 +57,14 @@ class NcclComm(Comm):
         self._host, self._device = host, device
         self._last = None
         self._closed = ""
+        self._ranks = None
+        self._connected: set[tuple[int | None, int | None]] = set()
         key = self._agree()
         with self._cupy.cuda.Device(device):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._ranks = self._nccl.NcclCommunicator(self.size, key, self.rank)
+        self._ranks = self._connecting(
+            lambda: self._nccl.NcclCommunicator(self.size, key, self.rank)
+        )
 
     def _agree(self):
         """The name of this communicator, or what keeps some rank from taking part."""
@@ -64,6 +81,45 @@ class NcclComm(Comm):
                 raise ImportError(f"rank {rank} has no NCCL: {found[1:].decode()}")
         return keys[0][1:]
 
+    def _connecting(self, function):
+        """The result of what waits for other ranks; an error ends this comm."""
+        results, errors = [], []
+
+        def work():
+            try:
+                with self._cupy.cuda.Device(self._device):
+                    results.append(function())
+            except BaseException as error:
+                errors.append(error)
+
+        # A daemon, as nothing ends it if NCCL never comes back.
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + self.timeout
+        try:
+            while not _ended(thread, _LOOK):
+                try:
+                    self._host.check()
+                except ConnectionError:
+                    if _ended(thread, _GRACE):
+                        break  # the other was done before this one, and left
+                    raise
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        "NCCL did not connect all ranks within "
+                        f"{self.timeout:g} s (timeout= of connect); a rank hangs, or "
+                        "the ranks cannot reach each other (NCCL_DEBUG=INFO says more)"
+                    )
+            if errors:
+                raise errors[0]
+        except self._nccl.NcclError as error:
+            self.abort(str(error))
+            raise ConnectionError(f"NCCL has failed: {error}") from None
+        except (ConnectionError, TimeoutError) as error:
+            self.abort(str(error))
+            raise
+        return results[0]
+
     def exchange(self, sent, target, received, source):
         if self._closed:
             raise ConnectionError(self._closed)
@@ -71,25 +127,33 @@ class NcclComm(Comm):
         with cuda.Device(self._device):
             self._stream.wait_event(cuda.get_current_stream().record())
             try:
-                self._nccl.groupStart()
-                for rank, arrays, post in (
-                    (target, sent, self._ranks.send),
-                    (source, received, self._ranks.recv),
-                ):
-                    for x in arrays if rank is not None else ():
-                        post(
-                            x.data.ptr,
-                            x.nbytes,
-                            self._nccl.NCCL_UINT8,
-                            rank,
-                            self._stream.ptr,
-                        )
-                self._nccl.groupEnd()
+                if (target, source) in self._connected:
+                    self._post(sent, target, received, source)
+                else:
+                    self._connecting(lambda: self._post(sent, target, received, source))
+                    self._connected.add((target, source))
             except self._nccl.NcclError as error:
                 self.abort(str(error))
                 raise ConnectionError(f"NCCL has failed: {error}") from None
             done = self._last = self._stream.record()
         return lambda: cuda.get_current_stream().wait_event(done)
+
+    def _post(self, sent, target, received, source):
+        """All sends and receives of an exchange as one group."""
+        self._nccl.groupStart()
+        for rank, arrays, post in (
+            (target, sent, self._ranks.send),
+            (source, received, self._ranks.recv),
+        ):
+            for x in arrays if rank is not None else ():
+                post(
+                    x.data.ptr,
+                    x.nbytes,
+                    self._nccl.NCCL_UINT8,
+                    rank,
+                    self._stream.ptr,
+                )
+        self._nccl.groupEnd()
 
     def finish(self):
         """Wait on the host: a rank that has died leaves a kernel that never ends."""
@@ -121,7 +185,8 @@ class NcclComm(Comm):
     def abort(self, reason):
         if not self._closed:
             self._closed = f"rank {self.rank} has ended, after {reason}"
-            self._ranks.abort()  # its kernels end, too
+            if self._ranks is not None:
+                self._ranks.abort()  # its kernels end, too
         self._host.abort(reason)
 
     def close(self):

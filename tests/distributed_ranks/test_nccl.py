@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+import time
 import types
 
 import numpy as np
@@ -116,8 +117,11 @@ def fake_modules(boxes, log):
     return types.SimpleNamespace(cuda=cuda), FakeNccl(boxes, log)
 
 
-def on_threads(size, function, monkeypatch, broken=()):
-    """function(comm, log) on ranks that are threads; what each returned or raised."""
+def on_threads(size, function, monkeypatch, broken=(), change=None, timeout=20.0):
+    """function(comm, log) on ranks that are threads; what each returned or raised.
+
+    `change(rank, nccl)` is made to the stand-in of a rank before it is used.
+    """
     import queue
 
     boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
@@ -127,14 +131,18 @@ def on_threads(size, function, monkeypatch, broken=()):
         rank, log = by_thread[threading.get_ident()]
         if rank in broken:
             raise ImportError("no libnccl here")
-        return fake_modules(boxes, log)
+        cupy, nccl = fake_modules(boxes, log)
+        if change is not None:
+            change(rank, nccl)
+        return cupy, nccl
 
     monkeypatch.setattr(_nccl, "_modules", modules)
 
     def work(rank):
         log = []
         by_thread[threading.get_ident()] = rank, log
-        host = SocketComm(rank, size, "127.0.0.1", port, timeout=20)
+        limit = timeout[rank] if isinstance(timeout, tuple) else timeout
+        host = SocketComm(rank, size, "127.0.0.1", port, timeout=limit)
         try:
             results[rank] = function(_nccl.NcclComm(host, 0), log)
         except Exception as error:
@@ -198,6 +206,72 @@ def test_a_transfer_that_never_ends(monkeypatch):
     assert text.startswith("rank 1 has ended")  # told, not waited for
     assert "aborted" in log
     assert "checked" in log
+
+
+def test_a_communicator_that_is_never_made(monkeypatch):
+    """NCCL waits without end for a rank that has not come to it."""
+    never = threading.Event()
+
+    def hang(rank, nccl):
+        nccl.NcclCommunicator.__init__ = lambda *_: never.wait(20)
+
+    start = time.monotonic()
+    told, own = on_threads(
+        2, lambda comm, log: None, monkeypatch, change=hang, timeout=(20.0, 0.3)
+    )
+    never.set()
+    assert time.monotonic() - start < 10
+    assert isinstance(own, TimeoutError)
+    assert "NCCL did not connect all ranks within 0.3 s (timeout= of connect)" in str(
+        own
+    )
+    assert isinstance(told, ConnectionError)  # by the other, long before its own limit
+    assert str(told).startswith("rank 1 has ended: NCCL did not connect")
+
+
+def test_a_pair_that_never_connects(monkeypatch):
+    """It does so at its first exchange; those after it wait on the device alone."""
+    never = threading.Event()
+
+    def hang(rank, nccl):
+        plain, nccl.calls = nccl.groupEnd, 0
+
+        def end():
+            nccl.calls += 1
+            if nccl.calls == 3:
+                never.wait(20)
+            plain()
+
+        nccl.groupEnd = end
+
+    def work(comm, log):
+        other = 1 - comm.rank
+        x, y = np.arange(3.0), np.empty(3)
+        for _ in range(2):
+            comm.exchange([on_pointer(x)], other, [on_pointer(y)], other)()
+        np.testing.assert_array_equal(x, y)
+        with pytest.raises((TimeoutError, ConnectionError)) as error:
+            comm.exchange([on_pointer(x)], other, [], None)
+        return str(error.value), log
+
+    found = on_threads(2, work, monkeypatch, change=hang, timeout=(20.0, 0.3))
+    never.set()
+    (told, log), (own, _) = found
+    assert own.startswith("NCCL did not connect all ranks")
+    assert told.startswith("rank 1 has ended: NCCL did not connect")
+    assert "aborted" in log
+
+
+def test_a_communicator_that_is_refused(monkeypatch):
+    def refuse(rank, nccl):
+        def raising(*_):
+            raise nccl.NcclError("NCCL_ERROR_INVALID_USAGE: invalid usage")
+
+        nccl.NcclCommunicator.__init__ = raising
+
+    for error in on_threads(2, lambda comm, log: None, monkeypatch, change=refuse):
+        assert isinstance(error, ConnectionError)
+        assert "invalid usage" in str(error)
 
 
 def test_an_error_of_nccl(monkeypatch):

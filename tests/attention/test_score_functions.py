@@ -406,6 +406,38 @@ def test_small_calls(shapes, causal, dtype):
             )
 
 
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_small_calls_with_places_of_their_own(group, method):
+    """Queries of each batch entry begin at another key."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(3, 4, 7, 8))
+    k, v = rng.normal(size=(2, 3, 4 // group, 9, 8))
+    i, j = np.arange(7)[:, None], np.arange(9)
+    lengths = np.array([4, 9, 6])
+
+    def score(s, h, i, j, *, slope):
+        return s - slope[h] * abs(i - j)
+
+    def mask(i, j):
+        return (i - j) % 4 != 1
+
+    named, slope = {"slope": np.arange(4.0)}, np.arange(4.0)[:, None, None]
+    for option, first in (
+        ({"key_lengths": lengths}, lengths - 7),
+        ({"query_lengths": lengths // 2}, 9 - lengths // 2),
+        ({"query_offset": lengths}, lengths),
+    ):
+        distance = i + first[:, None, None, None] - j
+        out = cupyflash.attention(
+            q, k, v, score=score, score_arrays=named, mask=mask, method=method, **option
+        )
+        expected = cupyflash.attention(
+            q, k, v, bias=-slope * abs(distance), mask=distance % 4 != 1, method="safe",
+            **option,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected, atol=1e-14)
+
+
 def test_small_calls_with_other_windows_closed_over():
     """The same expression, of which an option is made: other problems."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 9, 4))

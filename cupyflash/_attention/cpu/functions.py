@@ -60,13 +60,12 @@ def positions(b: Any, h: Any, first: Any, rows: int, start: int, keys: int) -> A
 
     b, h and `first` are numbers, or arrays (..., 1, 1) of one number a tile.
     """
-    firsts = first if isinstance(first, int) else first[..., 0]
     return {
         "b": b,
         "h": h,
         "i": np.arange(rows)[:, None] + first,
         "j": np.arange(start, start + keys)[None],
-        "d": distances(firsts, rows, start, keys),
+        "d": distances(first, rows, start, keys),
     }
 
 

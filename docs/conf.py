@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import os
+import pydoc
 import sys
 from pathlib import Path
 
@@ -42,6 +43,22 @@ exclude_patterns = [
 templates_path = ["_templates"]
 
 autosummary_generate = True
+
+
+def own_methods(name, methods):
+    """Those that a class has from this package, and not from tuple or SciPy."""
+    bases = pydoc.locate(name).__mro__
+    homes = {method: next(b for b in bases if method in vars(b)) for method in methods}
+    return [
+        method
+        for method, home in homes.items()
+        if home.__module__.startswith("cupyflash") and method != "__init__"
+    ]
+
+
+# For class.rst. Sphinx warns that it cannot remember a function between two builds.
+autosummary_context = {"own_methods": own_methods}
+suppress_warnings = ["config.cache"]
 numpydoc_show_class_members = False
 # The types of parameters are in the docstrings.
 autodoc_typehints = "none"
@@ -128,7 +145,7 @@ def setup(app):
 
 def show_constructor(app, what, name, obj, options, signature, annotation):
     """What __init__ takes, for a class whose __new__ passes everything on to it."""
-    if what == "class" and signature == "(*args, **kwargs)":
+    if what == "class" and (signature or "").endswith("*args, **kwargs)"):
         given = inspect.signature(obj.__init__)
         plain = given.replace(parameters=list(given.parameters.values())[1:])
         return stringify_signature(plain, show_annotation=False), annotation

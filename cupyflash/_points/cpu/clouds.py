@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._points.cpu import curve, distances
+from cupyflash._points.cpu import distances, kd_tree
 
 # A tile of scores and one of scratch stay in a core's second cache.
-TILE_X, TILE_Y = 128, 256
+TILE = 256
 # Fewer tiles than this are not worth a sort.
 _FEWEST_TILES = 4
 # Coordinates that can be subtracted, and factors that can be squared.
@@ -109,21 +109,19 @@ class Clouds:
         self.passes, self.passes_cusp = distances.passes(
             problem.dtype, self.kernel, self.dim, problem.num_y
         )
-        num_tiles = -(-len(self.y) // TILE_Y)
+        num_tiles = -(-len(self.y) // TILE)
         finite = np.isfinite(self.x).all() and np.isfinite(self.y).all()
         self.skips = bool(
             self.kernel.reach is not None
-            and 0 < self.dim <= curve.MOST_AXES
+            and self.dim
             and num_tiles >= _FEWEST_TILES
             and len(self.x)
             and finite
         )
         if self.skips:
-            self.order, order_y = curve.z_order(
-                self.x * self.scale, self.y * self.scale
-            )
+            self.order = kd_tree.kd_order(self.x * self.scale, TILE)
             self.x = self.x[self.order]
-            self._keep(order_y)
+            self._keep(kd_tree.kd_order(self.y * self.scale, TILE))
         weights = self.log_weights
         self.top_weight = self.weight_spread = 0.0
         if weights is not None and len(weights):
@@ -147,10 +145,9 @@ class Clouds:
         # |x - y|^2 <= 2 (|x|^2 + |y|^2)
         self.lowest_score = -reach - self.weight_spread
         common = centre if distances.one_product(reach, self.passes) else None
-        cuts = range(0, len(self.y), TILE_Y)
+        cuts = range(0, len(self.y), TILE)
         self.tiles = [
-            Tile(self, start, min(start + TILE_Y, len(self.y)), common)
-            for start in cuts
+            Tile(self, start, min(start + TILE, len(self.y)), common) for start in cuts
         ]
         if self.skips:
             boxes = [(tile.y.min(axis=0), tile.y.max(axis=0)) for tile in self.tiles]

@@ -7,9 +7,9 @@ import numpy as np
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import threads
 from cupyflash._points.cpu import symmetric
-from cupyflash._points.cpu.clouds import TILE_X, Clouds
+from cupyflash._points.cpu.clouds import TILE, Clouds
 from cupyflash._points.cpu.distances import Block
-from cupyflash._points.cpu.weights import LEAST, kernel_values
+from cupyflash._points.cpu.weights import LEAST, are_few, exp_of_few, kernel_values
 from cupyflash._points.kernels import NAMES
 
 # A rounding of a score this large shows in a mean.
@@ -17,7 +17,7 @@ _LARGE = 16.0
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
 _ROOM, _HIGHEST = 100.0, 600.0
 # What is left out is below exp(-DIGITS) of a row's result.
-DIGITS = {"float32": 20.0, "float64": 38.0}
+DIGITS = {"float32": 18.0, "float64": 36.0}
 
 
 def compute(problem):
@@ -47,11 +47,11 @@ def compute(problem):
 
 def _compute(problem, clouds, task, results):
     def run(start, scratch):
-        stop = min(start + TILE_X, problem.num_x)
+        stop = min(start + TILE, problem.num_x)
         rows = clouds.rows(start, stop)
         task(problem, clouds, Block(clouds, start, stop, scratch)).store(rows, *results)
 
-    blocks = range(0, problem.num_x, TILE_X)
+    blocks = range(0, problem.num_x, TILE)
     threads.for_each_with_blas(run, blocks, threads.num_cores())
 
 
@@ -75,9 +75,9 @@ class _LogSum:
         self.positive = problem.kernel.name in NAMES
         self.reference = None
         self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
-        digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
+        self.digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
         for bound, tile in self.order():
-            if self.reference is not None and bound < self.least() - digits:
+            if self.reference is not None and bound < self.least() - self.digits:
                 break
             self.add(tile)
 
@@ -107,6 +107,15 @@ class _LogSum:
                 scores = self.scores(tile)
         if not self.bounded(tile) and not scores.max() <= _ROOM:
             scores = self.move(tile, scores)
+        self.sums += self.weights(scores) @ tile.columns
+
+    def weights(self, scores):
+        """exp(scores); 0 perhaps where a row's result does not show them."""
+        if self.clouds.skips:
+            floor = np.log(self.sums[:, 0]) - self.digits
+            near = scores > floor[:, None]
+            if are_few(near):
+                return exp_of_few(scores, near)
         vanish = None
         if self.clouds.lowest_score < LEAST or not self.gaussian:
             if not self.positive or self.unset.any():
@@ -115,7 +124,7 @@ class _LogSum:
         weights = np.exp(scores, out=scores)
         if vanish is not None:
             weights[vanish] = 0.0
-        self.sums += weights @ tile.columns
+        return weights
 
     def set_references(self, scores):
         """Give a row its reference, the largest score that it meets first."""
@@ -205,18 +214,23 @@ class _Sum:
     def skip(self):
         """Add the tiles that can matter beside a sum of the same kernels and |b|."""
         clouds, log = self.clouds, self.problem.kernel.log
-        digits = DIGITS[self.problem.dtype] + math.log(len(clouds.tiles))
+        digits = DIGITS[self.problem.dtype]
+        of_tile, of_pair = (
+            digits + math.log(len(all_of)) for all_of in (clouds.tiles, clouds.y)
+        )
         mass = np.zeros(len(self.block.x))
         bounds = log(clouds.squared_gaps(self.block.x)) + clouds.log_absolute
         for place in np.argsort(-bounds, kind="stable"):
-            if bounds[place] < np.log(mass.min()) - digits:
+            least = np.log(mass.min())
+            if bounds[place] < least - of_tile:
                 break
             tile = clouds.tiles[place]
-            mass += self.add(tile) @ tile.absolute
+            largest = np.log(tile.absolute.max())
+            mass += self.add(tile, least - of_pair - largest) @ tile.absolute
 
-    def add(self, tile):
-        """Add a tile; its kernels."""
-        weights = kernel_values(self.problem.kernel, self.block, tile)
+    def add(self, tile, least=-math.inf):
+        """Add a tile; its kernels, of which those below exp(least) do not matter."""
+        weights = kernel_values(self.problem.kernel, self.block, tile, least)
         self.sums += weights @ tile.columns
         return weights
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from cupyflash._core import threads
-from cupyflash._points.cpu.clouds import TILE_Y
+from cupyflash._points.cpu.clouds import TILE
 from cupyflash._points.cpu.distances import Block
 from cupyflash._points.cpu.weights import kernel_values
 
@@ -50,23 +50,24 @@ def compute(problem, clouds, results, digits):
 
 def _sums(kernel, clouds, digits):
     tiles = clouds.tiles
-    seen = _matters(clouds, digits) if clouds.skips else None
+    seen, least = _matters(clouds, digits) if clouds.skips else (None, None)
     shape = len(clouds.y), clouds.columns.shape[1]
     strips = [np.zeros(shape) for _ in range(min(_STRIPS, len(tiles)))]
 
     def run(strip, scratch):
         total = strips[strip]
         for i in range(strip, len(tiles), len(strips)):
-            start = i * TILE_Y
+            start = i * TILE
             rows = slice(start, start + tiles[i].size)
             block = Block(clouds, start, start + tiles[i].size, scratch)
             for j in range(i, len(tiles)):
                 if seen is not None and not seen[i, j]:
                     continue
-                weights = kernel_values(kernel, block, tiles[j])
+                floor = -math.inf if least is None else least[i, j]
+                weights = kernel_values(kernel, block, tiles[j], floor)
                 total[rows] += weights @ tiles[j].columns
                 if j > i:
-                    columns = slice(j * TILE_Y, j * TILE_Y + tiles[j].size)
+                    columns = slice(j * TILE, j * TILE + tiles[j].size)
                     total[columns] += weights.T @ tiles[i].columns
 
     threads.for_each_with_blas(run, range(len(strips)), threads.num_cores())
@@ -76,13 +77,15 @@ def _sums(kernel, clouds, digits):
 
 
 def _matters(clouds, digits):
-    """Which pairs of tiles add to a row more than is left out.
+    """Which pairs of tiles add to a row more than is left out, and from which log K on.
 
     A row's sum of kernels and absolute values is at least its own point's.
     """
     log = clouds.kernel.log
     own = np.log([tile.absolute.min() for tile in clouds.tiles])
+    largest = np.log([tile.absolute.max() for tile in clouds.tiles])
+    least = own[:, None] - largest - digits - math.log(len(clouds.y))
     digits += math.log(len(clouds.tiles))
     bounds = np.array([log(clouds.squared_gaps(tile.y)) for tile in clouds.tiles])
     of_rows = bounds + clouds.log_absolute >= own[:, None] - digits
-    return of_rows | of_rows.T
+    return of_rows | of_rows.T, np.minimum(least, least.T)

@@ -9,7 +9,13 @@ from cupyflash._core import threads
 from cupyflash._points.cpu import symmetric
 from cupyflash._points.cpu.clouds import TILE, Clouds
 from cupyflash._points.cpu.distances import Block
-from cupyflash._points.cpu.weights import LEAST, are_few, exp_of_few, kernel_values
+from cupyflash._points.cpu.weights import (
+    LEAST,
+    are_few,
+    exp_of_few,
+    in_strips,
+    kernel_values,
+)
 from cupyflash._points.kernels import NAMES
 
 # A rounding of a score this large shows in a mean.
@@ -171,7 +177,7 @@ class _LogSum:
             return self.block.scores(tile, self.reference)
         if self.known is not None:
             return self.scores_beyond(tile)
-        scores = self.log(self.block.squared(tile))
+        scores = in_strips(self.log, self.block.squared(tile))
         if tile.log_weights is not None:
             scores += tile.log_weights
         if self.reference is not None:

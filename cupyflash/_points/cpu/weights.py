@@ -8,6 +8,9 @@ import numpy as np
 LEAST = -700.0
 # Of the pairs: more exponentials than this are faster all at once.
 _FEW = 0.4
+# Rows of a tile whose temporaries are small enough to be reused: larger ones are pages
+# that the system hands out and clears each time.
+_STRIP = 32
 
 
 def kernel_values(kernel, block, tile, least=-math.inf):
@@ -18,7 +21,7 @@ def kernel_values(kernel, block, tile, least=-math.inf):
             near = d2 < kernel.reach(max(-least, 0.0))
             if are_few(near):
                 return _of_few(kernel.value, d2, near)
-        return kernel.value(d2)
+        return in_strips(kernel.value, d2)
     scores = block.scores(tile, None)
     if math.isfinite(least):
         near = scores > least
@@ -31,6 +34,14 @@ def kernel_values(kernel, block, tile, least=-math.inf):
         weights[vanish] = 0.0
         return weights
     return np.exp(scores, out=scores)
+
+
+def in_strips(function, x):
+    """function(x) in the place of x, a few rows at a time."""
+    for start in range(0, len(x), _STRIP):
+        rows = x[start : start + _STRIP]
+        rows[...] = function(rows)
+    return x
 
 
 def are_few(near):

@@ -67,11 +67,17 @@ def _bound(q, name, function, named):
         return bound(function, {}, is_mask=name == "mask")
     if type(named) is dict and type(q) is np.ndarray and _are_plain(named):
         return bound(function, named, is_mask=name == "mask")
-    if not isinstance(named, Mapping) or not all(isinstance(n, str) for n in named):
+    if not isinstance(named, Mapping):
         raise TypeError(
             f"{name}_arrays must be a dict of arrays by name, got "
             f"{type(named).__name__}"
         )
+    for n in named:
+        if not isinstance(n, str):
+            raise TypeError(
+                f"{name}_arrays must be a dict of arrays by name, got the key {n!r}: "
+                f"use the name that the function has for the array"
+            )
     labels = {f"{name}_arrays[{n!r}]": x for n, x in named.items()}
     adopted = _arrays.adopt_all(1 + len(labels), q=q, **labels)[1] if labels else {}
     arrays = dict(zip(named, [adopted[label] for label in labels], strict=True))

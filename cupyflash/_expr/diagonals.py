@@ -44,7 +44,7 @@ def is_of_diagonals(n: Node) -> bool:
 def distances(first: Any, rows: int, start: int, columns: int) -> np.ndarray:
     """All i - j of a tile, from its upper right corner's to its lower left one's.
 
-    `first` is the position of its first query, or one for each of many tiles: (..., 1, 1).
+    `first` is the position of its first query, or that of many tiles: (..., 1, 1).
     """
     return first - (start + columns - 1) + np.arange(rows + columns - 1)
 

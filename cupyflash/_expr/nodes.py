@@ -94,6 +94,8 @@ def cast(x: Node, dtype: str) -> Node:
 def make(op: str, *operands: Any) -> Node:
     """A node of an operation: types promoted, constants folded, idle steps left out."""
     args = [a if isinstance(a, Node) else const(a) for a in operands]
+    if op == "not" and args[0].dtype == "int":
+        return make("sub", -1, args[0])
     if op == "where":
         args[0] = cast(args[0], "bool")
     op, common = _promoted(op, [a.dtype for a in args[op == "where" :]])
@@ -118,7 +120,7 @@ def _promoted(op: str, dtypes: list[str]) -> tuple[str, str]:
     common = max(dtypes, key=_RANK.__getitem__)
     if op in OF_FLOATS:
         return op, "float"
-    if op in LOGIC and (common == "float" or (op == "not" and common == "int")):
+    if op in LOGIC and common == "float":
         raise TypeError("& | ^ ~ need booleans: compare first, (a < b) & (c < d)")
     if common == "bool" and op in ("sub", "neg"):
         raise TypeError("- of booleans: write a.astype(int), or a ^ b, or ~a")

@@ -104,9 +104,18 @@ class Traced:
 
     def astype(self, dtype):
         """Cast to int (cut toward 0), float or bool."""
-        kind = KINDS.get(np.dtype(dtype).kind)
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError:
+            fail(f"astype takes int, float or bool, got {dtype!r}")
+        kind = KINDS.get(dtype.kind)
         if kind is None:
-            fail("astype takes int, float or bool")
+            fail(f"astype takes int, float or bool, got {dtype}")
+        if kind == "int" and (dtype.kind == "u" or dtype.itemsize < 4):
+            fail(
+                f"astype({dtype}): integers are signed and never wrap round in fewer "
+                "than 64 bits here, write x.astype(int), or x % 256 for that of 8 bits"
+            )
         return Traced(cast(self.node, kind), self._trace)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
@@ -174,6 +183,9 @@ class Traced:
     def __round__(self, *digits):
         fail("round(x): write np.round(x)")
 
+    def __format__(self, spec):
+        return repr(self)
+
     def __matmul__(self, other):
         fail("a @ b: scores are numbers, write a * b")
 
@@ -235,7 +247,9 @@ for _name, _ufunc in _ONE_WAY.items():
 # --- what may need the value of a number ---------------------------------------------
 
 
-def _power(trace, x, n):
+def _power(trace, x, n, *modulus):
+    if modulus:
+        fail("pow(x, n, m): write x**n % m")
     if x.dtype == "bool":
         fail("a power of a boolean: write x.astype(int)")
     if n.free or (n.dtype == "float" and not trace.peek(n).is_integer()):
@@ -267,7 +281,8 @@ _OF_NUMBERS = {
 
 
 def _unknown(name):
-    fail(f"np.{name} is not known here. Beside operators there are {_KNOWN}")
+    where = "np." if hasattr(np, name) else ""  # SciPy has ufuncs, too
+    fail(f"{where}{name} is not known here. Beside operators there are {_KNOWN}")
 
 
 def _count(number, one, many):
@@ -294,6 +309,12 @@ class NamedArray:
             "such as its length is closed over"
         )
 
+    def __repr__(self):
+        return self.name
+
+    def __setitem__(self, index, value):
+        fail(f"{self.name} is only read, as in {self.example()}")
+
     def __getattr__(self, name):
         if name.startswith("__"):  # NumPy looks for some
             raise AttributeError(name)
@@ -306,9 +327,12 @@ class NamedArray:
     __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _refused
     __neg__ = __abs__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = _refused
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused  # type: ignore
+    __rfloordiv__ = __rmod__ = __rpow__ = __divmod__ = __rdivmod__ = _refused
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused
     __matmul__ = __rmatmul__ = __bool__ = __iter__ = __array__ = _refused
+    __pos__ = __round__ = __float__ = __int__ = __index__ = __contains__ = _refused
     __array_ufunc__ = __array_function__ = _refused
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = _refused  # type: ignore[assignment]
 
     def __getitem__(self, index):
         index = index if isinstance(index, tuple) else (index,)
@@ -322,7 +346,10 @@ class NamedArray:
         for x in index:
             known = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
             if not (known or isinstance(x, Traced)):
-                fail(f"{self.name} is indexed by integers, not by {type(x).__name__}")
+                kind = (
+                    f"the array {x}" if isinstance(x, NamedArray) else type(x).__name__
+                )
+                fail(f"{self.name} is indexed by integers, not by {kind}")
             nodes.append(const(int(x)) if known else x.node)
             if nodes[-1].dtype != "int":
                 fail(

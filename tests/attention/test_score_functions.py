@@ -598,6 +598,11 @@ class OnGpu:
             "must be a dict of arrays by name, got list",
         ),
         (
+            {"score": lambda s: s, "score_arrays": {1: [1]}},
+            TypeError,
+            "must be a dict of arrays by name, got the key 1: use the name",
+        ),
+        (
             {"score": lambda s, *, w: s + w[0], "score_arrays": {"w": [1j]}},
             TypeError,
             r"score_arrays\['w'\] must hold floats, integers or booleans, got complex",

@@ -14,6 +14,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from scipy.special import erf
 
 from cupyflash._expr import lookup as lookup_module
 from cupyflash._expr.emit_numpy import evaluate
@@ -229,6 +230,8 @@ def test_threads_find_one_expression():
         "np.select([j < 3, j < 6], [s, -s]) + np.select([i > 3], [i], default=-1)",
         "np.where(np.isin(i - j, (0, 2, 5)), s, 0)",
         "np.where(True, 1.5, 0.0)",
+        "s + ~i + ~(i - j) * 2 + (~j & 3) + np.invert(i) + ~(i > j)",
+        "s + i.astype(np.int32) + s.astype(np.float16) * 0 + (i > j).astype(np.int64)",
         "np.select([np.bool_(True)], [2.5], 1.0)",
     ],
 )
@@ -369,6 +372,20 @@ ERRORS = [
     (lambda s, x: s, TypeError, r"asks for x: .* s \(score\), b \(batch entry\)"),
     (lambda s: s.sum(), TypeError, "sum"),
     (lambda s: ~s, TypeError, "booleans"),
+    (lambda s: pow(s, 2, 5), TypeError, r"pow\(x, n, m\): write x\*\*n % m"),
+    (lambda s: s.astype(np.uint8), TypeError, r"write x.astype\(int\), or x % 256"),
+    (lambda s: s.astype(np.int16), TypeError, r"write x.astype\(int\)"),
+    (lambda s: s.astype(str), TypeError, "astype takes int, float or bool, got <U0"),
+    (lambda s: s.astype("some"), TypeError, "int, float or bool, got 'some'"),
+    (lambda s: erf(s), TypeError, "^[^ ]* erf is not known here. "),
+    (lambda s, *, w: s + (2**w)[0], TypeError, r"index it, as in w\[b\]"),
+    (lambda s, *, w: s + (2 // w)[0], TypeError, r"index it, as in w\[b\]"),
+    (lambda s, *, w: s + (w ^ 1)[0], TypeError, r"index it, as in w\[b\]"),
+    (lambda s, *, w: s if 1 in w else 0, TypeError, r"index it, as in w\[b\]"),
+    (lambda s, *, w: s + {w: 1}[w], TypeError, r"index it, as in w\[b\]"),
+    (lambda s, *, w: s + w[w], TypeError, "by integers, not by the array w"),
+    (lambda s, *, w: w.update(s) or s, TypeError, "w.update: w is only indexed"),
+    (lambda s, *, w: w.__setitem__(0, s), TypeError, r"w is only read, as in w\[b\]"),
     (lambda s, i: np.add(s, i, where=True), TypeError, "no more arguments"),
     (lambda s, i: np.add.reduce(s), TypeError, "only np.f"),
     (lambda s: np.asarray(s), TypeError, "cannot become an array"),

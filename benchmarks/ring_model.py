@@ -7,6 +7,7 @@ in docs/design/decisions/several-gpus.md.
 Usage: ring_model.py
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -111,6 +112,60 @@ def decode(keys, gpus, heads=32, kv_heads=8):
     return read + rounds
 
 
+def first(holds, lengths):
+    """The least of some lengths from which on it holds for all, as text."""
+    found = ""
+    for seqlen in reversed(lengths):
+        if not holds(seqlen):
+            break
+        found = f"{seqlen:,}"
+    return found or "none"
+
+
+def scales(seqlen, gpus, causal, backward):
+    """Whether the GPUs (a zigzag, if causal) are worth nine tenths of their number."""
+    alone = one_gpu(seqlen, causal, False)
+    seconds, _ = ring(seqlen, gpus, causal)
+    if backward:
+        alone += one_gpu(seqlen, causal, True)
+        seconds += ring(seqlen, gpus, causal, backward=True)[0]
+    return alone / seconds >= 0.9 * gpus
+
+
+def limits():
+    """Lines of the table: the tokens or keys below which each way stops scaling."""
+    lengths = [1 << n for n in range(12, 25)]
+    for name, causal, backward in (
+        ("ring, forward", False, False),
+        ("ring, with backward", False, True),
+        ("zigzag, forward", True, False),
+        ("zigzag, with backward", True, True),
+    ):
+        yield (
+            name,
+            *(
+                first(
+                    functools.partial(scales, gpus=g, causal=causal, backward=backward),
+                    lengths,
+                )
+                for g in (2, 8, 64)
+            ),
+        )
+    yield (
+        "decoding, faster than one GPU",
+        *(
+            first(lambda n, g=g: decode(n, g) < decode(n, 1), lengths)
+            for g in (2, 8, 64)
+        ),
+    )
+    yield (
+        "decoding, faster than one node",
+        "",
+        "",
+        first(lambda n: decode(n, 64) < decode(n, 8), lengths),
+    )
+
+
 def table(title, columns, rows):
     print(f"\n{title}\n")
     print("| " + " | ".join(columns) + " |")
@@ -145,6 +200,12 @@ def main():
                 columns,
                 speedups(gpus, backward),
             )
+    table(
+        "Least power of two of tokens from which on the GPUs are worth 90 % of their "
+        "number; for decoding, of keys",
+        ["", "2 GPUs", "8 GPUs", "64 GPUs"],
+        limits(),
+    )
     table(
         "One query, 32 heads over 8 of keys: us",
         ["keys", "1 GPU", "8 GPUs", "64 GPUs"],

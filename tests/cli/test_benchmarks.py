@@ -435,6 +435,42 @@ def test_the_kernels_in_triton_compute_what_they_say():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_note_on_several_gpus_has_the_numbers_of_the_model(script):
+    model = script("ring_model")
+    note = ROOT / "docs/design/decisions/several-gpus.md"
+    lines = set(note.read_text().splitlines())
+    for row in model.limits():
+        assert "| " + " | ".join(row) + " |" in lines
+    for gpus in (2, 8, 64):
+        rows = [model.speedups(gpus, backward) for backward in (False, True)]
+        for (tokens, *forward), (_, full, _, zigzag) in zip(*rows, strict=True):
+            cells = f"{gpus}, {tokens}", *forward, full, zigzag
+            assert "| " + " | ".join(cells) + " |" in lines
+    for keys in (8_192, 131_072, 1_048_576, 16_777_216):
+        cells = f"{keys:,}", *(f"{1e6 * model.decode(keys, n):.0f}" for n in (1, 8, 64))
+        assert "| " + " | ".join(cells) + " |" in lines
+
+
+def test_more_gpus_are_never_worth_more_than_their_number(script):
+    """But for what few rows leave idle, which a ring has less of with a causal mask."""
+    model = script("ring_model")
+    for gpus in (2, 8, 64):
+        for seqlen in (16_384, 131_072, 1_048_576):
+            alone = model.one_gpu(seqlen, False, False)
+            seconds, hidden = model.ring(seqlen, gpus)
+            assert 0 <= hidden <= 1
+            assert alone / seconds <= gpus * 1.02
+            # A zigzag is never slower than one piece a rank.
+            assert model.ring(seqlen, gpus, True)[0] <= (
+                model.ring(seqlen, gpus, True, zigzag=False)[0] * 1.001
+            )
+
+
+def test_the_model_of_rings_runs(script, capsys):
+    script("ring_model").main()
+    assert capsys.readouterr().out.count("| --- ") > 20
+
+
 def test_two_gpus_on_numpy(tmp_path):
     """Its whole way over two processes, at a size that says nothing about speed."""
     path = tmp_path / "two.json"

@@ -91,8 +91,7 @@ extern "C" __global__ void points_combine(
     }
     inverse = sums[0] != 0 ? 1 / sums[0] : 0;
     const double largest = from_ordered(facts[entry].top);
-    const double promised =
-        kLargeScore + (kColumns > 0 ? 0 : params.slack * fabs(log2_sum));
+    const double promised = kLargeScore + params.slack * fabs(log2_sum);
     is_good =
         largest == -inf || (is_finite(log2_sum) && largest - log2_sum <= promised);
   }

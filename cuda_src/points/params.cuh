@@ -36,7 +36,7 @@ struct points_params_t {
   int num_columns;            // of values, over all chunks
   int repair;                 // compute only what earlier launches could not guarantee
   float drop;   // skip tiles whose best score is this many bits below a row's
-  float slack;  // relative size of the terms of a log-sum beyond 16 bits
+  float slack;  // relative size of the terms beyond 16 bits of a row
   float limit;  // largest scale times squared reach of rows with a common middle
 };
 

@@ -2,9 +2,9 @@
 // points_parts: prepares points of many dimensions for products.cu.
 //
 // A coordinate relative to `centre`, in units of the scale, becomes two float16 parts
-// (22 bits). 32 axes take 128 bytes: their high parts, then their low ones. Rows are
-// doubled. Each row gets its squared norm, each key log weight - squared norm in two
-// floats, both of the parts.
+// (22 bits), or with PARTS = 1 one (11 bits). 128 bytes hold the high parts of 32 axes,
+// then their low ones, or the high parts of 64. Rows are doubled. Each row gets its
+// squared norm, each key log weight - squared norm in two floats, both of the parts.
 //
 // Grid       (ceil(padded / block), batch)
 
@@ -12,7 +12,8 @@
 #include "ptx/convert.cuh"
 
 constexpr int kDim = DIM;
-constexpr int kChunkAxes = 32;
+constexpr int kParts = PARTS;
+constexpr int kChunkAxes = 64 / kParts;
 constexpr int kChunks = (kDim + kChunkAxes - 1) / kChunkAxes;
 constexpr bool kIsRow = IS_ROW;
 
@@ -45,7 +46,8 @@ extern "C" __global__ void points_parts(
         z = float((double(x[i * kDim + d]) - centre[entry * kDim + d]) * root);
       }
       const unsigned short h = ptx::f16_from_f32(z);
-      const unsigned short l = ptx::f16_from_f32(z - ptx::f32_from_f16(h));
+      const unsigned short l =
+          kParts == 1 ? 0 : ptx::f16_from_f32(z - ptx::f32_from_f16(h));
       const double held = double(ptx::f32_from_f16(h)) + double(ptx::f32_from_f16(l));
       norm = fma(held, held, norm);
       // Doubling is exact except for subnormal parts, which it improves.
@@ -58,7 +60,7 @@ extern "C" __global__ void points_parts(
     }
     uint4* chunk = to + first / kChunkAxes * 8 + first % kChunkAxes / 8;
     chunk[0] = make_uint4(high[0], high[1], high[2], high[3]);
-    chunk[4] = make_uint4(low[0], low[1], low[2], low[3]);
+    if (kParts == 2) chunk[4] = make_uint4(low[0], low[1], low[2], low[3]);
   }
   if constexpr (kIsRow) {
     norms[entry * padded + j] = norm;

@@ -5,12 +5,16 @@
 // Algorithm  s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2 - m_i with points relative
 //            to a common middle, in units of the scale; |x_i|^2 is added at the end.
 //            The product consists of float16 parts (parts.cu): high high, high low, low
-//            high. A row's reference m_i follows the largest score of a tile.
+//            high, or with PARTS = 1 of high high alone, the norms being those of the
+//            rounded points. A row's reference m_i is raised to the largest score of a
+//            tile whose sums are large.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
 // Tiles      128 rows by 128 keys; each of 8 warps has 32 rows and 64 keys, and writes
-//            a part of its own. Parts of points load in chunks of 32 axes, keys
+//            a part of its own. Parts of points load in chunks of 128 bytes, keys
 //            double-buffered; rows stay if shared memory can hold them (RESIDENT).
-// Numbers    products summed in float32, small ones first; h - |y|^2 in two floats
+// Numbers    products summed in float32, small ones first; h - |y|^2 in two floats.
+// With
+//            PARTS = 1 sums of products start from it, in one.
 // Limits     sm_80. Rows with a squared norm above `limit` would lose accuracy: their
 //            groups are flagged in `redo`.
 
@@ -24,23 +28,29 @@ constexpr int kBlockRows = 128, kBlockKeys = 128;
 constexpr int kWarpRows = 32, kWarpKeys = 64;
 constexpr int kRowTiles = kWarpRows / 16, kKeyTiles = kWarpKeys / 8;
 constexpr int kRows = 2 * kRowTiles;  // per lane
-constexpr int kChunks = (kDim + 31) / 32;
+constexpr int kParts = PARTS;
+constexpr int kChunkAxes = 64 / kParts;
+constexpr int kChunks = (kDim + kChunkAxes - 1) / kChunkAxes;
+constexpr int kSteps = ((kDim < kChunkAxes ? kDim : kChunkAxes) + 15) / 16;
+constexpr int kUnrolled = kChunks == 1 ? kSteps : 2;  // more would spill
 constexpr bool kIsResident = RESIDENT;
 constexpr int kRowBuffers = kIsResident ? kChunks : 2;
 constexpr int kUnits = 8;  // 16-byte units per chunk of a point
+// A lane's sum above kLargeSum has a score kFarAbove its reference, or more.
+constexpr float kFarAbove = 16;
+constexpr float kLargeSum = (1 << 16) * 2 * kKeyTiles;
 
 struct smem_t {
   uint4 x[kRowBuffers][kBlockRows][kUnits];
   uint4 y[2][kBlockKeys][kUnits];
-  float2 terms[kBlockKeys];
-  float b[kColumns > 0 ? kColumns : 1][kBlockKeys];
+  float2 terms[2][kBlockKeys];
+  float b[2][kColumns > 0 ? kColumns : 1][kBlockKeys];
 };
 
 struct block_t {
   const uint4 *x, *y;
   const float2* terms;
   const float* b;
-  int keys;  // padded
   int lane, first_row, first_key;
 };
 
@@ -63,19 +73,51 @@ __device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
   }
 }
 
+// Copies what comes with the keys of a tile.
+__device__ __forceinline__ void copy_terms(smem_t& smem, const block_t& block,
+                                           int tile, int padded_keys) {
+  const long long key = static_cast<long long>(tile) * kBlockKeys;
+  const int n = threadIdx.x;
+  if (n < kBlockKeys / 2) {
+    ptx::copy_async<16>(&smem.terms[tile & 1][2 * n], block.terms + key + 2 * n);
+  }
+#pragma unroll
+  for (int v = 0; v < kColumns; ++v) {
+    if (n >= kBlockKeys / 4) break;
+    const long long from = static_cast<long long>(v) * padded_keys + key + 4 * n;
+    ptx::copy_async<16>(&smem.b[tile & 1][v][4 * n], block.b + from);
+  }
+}
+
 __device__ __forceinline__ unsigned address_of(const uint4* p) {
   return unsigned(__cvta_generic_to_shared(p));
 }
 
-// d += x y over 16 of 32 axes, for the warp.
+// What the products of a tile are added to.
+__device__ __forceinline__ void start(float (&s)[kRowTiles][kKeyTiles][4],
+                                      const float2 (&terms)[kBlockKeys],
+                                      const block_t& block) {
+  const int first = block.first_key + 2 * (block.lane % 4);
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float term = kParts == 1 ? terms[first + 8 * n + e % 2].x : 0.f;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) s[m][n][e] = term;
+    }
+  }
+}
+
+// d += x y over 16 axes of a chunk, for the warp.
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
                                          const uint4 (&x)[kBlockRows][kUnits],
                                          const uint4 (&y)[kBlockKeys][kUnits],
                                          const block_t& block, int step) {
   const int lane = block.lane;
-  unsigned a[2][kRowTiles][4];  // high and low parts
+  unsigned a[kParts][kRowTiles][4];  // high and low parts
 #pragma unroll
-  for (int part = 0; part < 2; ++part) {
+  for (int part = 0; part < kParts; ++part) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int row = block.first_row + 16 * m + lane % 16;
@@ -85,15 +127,15 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
   }
 #pragma unroll
   for (int n = 0; n < kKeyTiles; n += 2) {
-    unsigned b[2][4];
+    unsigned b[kParts][4];
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < kParts; ++part) {
       const int key = block.first_key + 8 * n + lane % 8 + lane / 16 * 8;
       const int unit = 4 * part + 2 * step + lane / 8 % 2;
       ptx::ldmatrix_x4(b[part], address_of(&y[key][swizzled(key, unit)]));
     }
 #pragma unroll
-    for (int term = 0; term < 3; ++term) {
+    for (int term = kParts == 1 ? 2 : 0; term < 3; ++term) {
       const int of_x = term == 1, of_y = term == 0;  // small products first
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -107,76 +149,96 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
   }
 }
 
+// A score without its row's norm, relative to `ref`.
+__device__ __forceinline__ float score(float s, float2 term, float ref) {
+  return kParts == 1 ? s - ref : s + ((term.x - ref) + term.y);
+}
+
 // Raises the reference of each row whose largest score is far above it.
 __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4],
-                                       state_t& state, int lane) {
+                                       state_t& state,
+                                       const float2 (&terms)[kBlockKeys],
+                                       const block_t& block) {
   const float inf = infinity<float>();
-  float top[kRows];
-  bool moves = false;
+  const int first = block.first_key + 2 * (block.lane % 4);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    top[r] = -inf;
+    float top = -inf;
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-      top[r] = fmaxf(top[r], fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-    }
-    moves |= state.ref[r] == -inf ? top[r] > -inf : top[r] > state.ref[r] + 20;
-  }
-  if (!__any_sync(kFullMask, moves)) return;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    top[r] = warp_reduce<4>(top[r], [](float a, float b) { return fmaxf(a, b); });
+      for (int e = 0; e < 2; ++e) {
+        const float2 term = terms[first + 8 * n + e];
+        top = fmaxf(top, score(s[r / 2][n][r % 2 * 2 + e], term, 0.f));
+      }
+    }
+    top = warp_reduce<4>(top, [](float a, float b) { return fmaxf(a, b); });
     const float old = state.ref[r];
-    if (!(old == -inf ? top[r] > -inf : top[r] > old + 20)) continue;
-    state.ref[r] = top[r];
-    if (lane % 4 != r) continue;
-    const float factor = old == -inf ? 0.f : ptx::ex2_approx_ftz(old - top[r]);
+    if (!(old == -inf ? top > -inf : top > old + kFarAbove)) continue;
+    state.ref[r] = top;
+    if (block.lane % 4 != r) continue;
+    const float factor = old == -inf ? 0.f : ptx::ex2_approx_ftz(old - top);
 #pragma unroll
     for (int c = 0; c < kSums; ++c) state.total[c] *= factor, state.rest[c] *= factor;
   }
 }
 
-// Adds the scores of a tile, without references, to the totals.
-__device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
-                                       state_t& state, const smem_t& smem,
-                                       const block_t& block) {
-  const float inf = infinity<float>();
+// Sums of a lane over the keys of a tile.
+__device__ __forceinline__ void weigh(const float (&s)[kRowTiles][kKeyTiles][4],
+                                      float (&sums)[kSums][kRows], const state_t& state,
+                                      const smem_t& smem, const block_t& block,
+                                      int tile) {
   const int first = block.first_key + 2 * (block.lane % 4);
-  if constexpr (kHasWeights) {
-    float whole[kRowTiles][kKeyTiles][4];
+  float ref[kRows];
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-      const float2 even = smem.terms[first + 8 * n],
-                   odd = smem.terms[first + 8 * n + 1];
+  for (int r = 0; r < kRows; ++r) {
+    ref[r] = state.ref[r] > -infinity<float>() ? state.ref[r] : 0.f;
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          whole[m][n][e] = s[m][n][e] + (e % 2 ? odd.x : even.x);
-      }
-    }
-    follow(whole, state, block.lane);
+    for (int c = 0; c < kSums; ++c) sums[c][r] = 0;
   }
-  float sums[kSums][kRows] = {};
 #pragma unroll
   for (int n = 0; n < kKeyTiles; ++n) {
-    const float2 terms[2] = {smem.terms[first + 8 * n], smem.terms[first + 8 * n + 1]};
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int r = 2 * m + e / 2;
-        float from = terms[e % 2].x;
-        if constexpr (kHasWeights) from -= state.ref[r] > -inf ? state.ref[r] : 0.f;
-        const float w = ptx::ex2_approx_ftz(s[m][n][e] + (from + terms[e % 2].y));
+        const int r = 2 * m + e / 2, j = first + 8 * n + e % 2;
+        const float w =
+            ptx::ex2_approx_ftz(score(s[m][n][e], smem.terms[tile & 1][j], ref[r]));
         if constexpr (kHasWeights) sums[0][r] += w;
 #pragma unroll
         for (int v = 0; v < kColumns; ++v) {
           float& sum = sums[kHasWeights + v][r];
-          sum = fmaf(w, smem.b[v][first + 8 * n + e % 2], sum);
+          sum = fmaf(w, smem.b[tile & 1][v][j], sum);
         }
       }
     }
+  }
+}
+
+// Adds the keys of a tile to the totals.
+__device__ __forceinline__ void attend(const float (&s)[kRowTiles][kKeyTiles][4],
+                                       state_t& state, const smem_t& smem,
+                                       const block_t& block, int tile) {
+  float sums[kSums][kRows];
+  if constexpr (kHasWeights) {
+    bool follows = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) follows |= state.ref[r] == -infinity<float>();
+    follows = __any_sync(kFullMask, follows);
+    // References are seldom raised: the sums tell when, and then are made once more.
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+      if (follows) follow(s, state, smem.terms[tile & 1], block);
+      weigh(s, sums, state, smem, block, tile);
+      follows = false;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) follows |= !(sums[0][r] <= kLargeSum);
+      follows = __any_sync(kFullMask, follows);
+      if (!follows) break;
+    }
+  } else {
+    weigh(s, sums, state, smem, block, tile);
   }
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
@@ -209,7 +271,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
   block.b = b + (entry_key * gridDim.z +
                  static_cast<long long>(blockIdx.z) * params.padded_keys) *
                     kColumns;
-  block.keys = params.padded_keys;
   block.lane = threadIdx.x % kWarpSize;
   block.first_row = warp % 4 * kWarpRows;
   block.first_key = warp / 4 * kWarpKeys;
@@ -227,6 +288,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
       const long long key = static_cast<long long>(tile) * kBlockKeys;
       copy_points(smem.y[turn & 1], block.y + key * kChunks * kUnits, chunk);
       if (!kIsResident) copy_points(smem.x[turn & 1], block.x, chunk);
+      if (chunk == 0) copy_terms(smem, block, tile, params.padded_keys);
     }
     ptx::commit_copies();
   };
@@ -237,29 +299,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
   }
   copy_chunk(0);
   for (int tile = first, turn = 0; tile < last; ++tile) {
-    float s[kRowTiles][kKeyTiles][4] = {};
+    float s[kRowTiles][kKeyTiles][4];
 #pragma unroll 1
     for (int chunk = 0; chunk < kChunks; ++chunk, ++turn) {
       ptx::wait_copies();
       __syncthreads();  // the chunk has arrived, and the previous one has been read
       copy_chunk(turn + 1);
-      if (chunk == 0 && threadIdx.x < kBlockKeys) {
-        const int key = tile * kBlockKeys + threadIdx.x;
-        smem.terms[threadIdx.x] = block.terms[key];
-#pragma unroll
-        for (int v = 0; v < kColumns; ++v) {
-          const long long at = static_cast<long long>(v) * block.keys + key;
-          smem.b[v][threadIdx.x] = block.b[at];
-        }
-      }
-#pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      if (chunk == 0) start(s, smem.terms[tile & 1], block);
+#pragma unroll(kUnrolled)
+      for (int step = 0; step < kSteps; ++step) {
         multiply(s, smem.x[kIsResident ? chunk : turn & 1], smem.y[turn & 1], block,
                  step);
       }
     }
-    __syncthreads();  // the terms have arrived
-    attend(s, state, smem, block);
+    attend(s, state, smem, block, tile);
   }
   ptx::wait_copies();
 

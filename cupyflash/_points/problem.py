@@ -13,6 +13,7 @@ import numpy as np
 from cupyflash._core import arrays as _arrays
 from cupyflash._points import kernels
 
+PRECISIONS = ("float32", "tf32")
 REDUCTIONS = ("logsumexp", "kernel_sum", "mean")
 
 
@@ -39,6 +40,7 @@ class PointsProblem:
     values: Any = None  # batch + (num_y, num_values): b of a sum, v of a mean
     return_lse: bool = False  # of a mean
     bandwidth: tuple[float, ...] = ()  # of each axis, of which scale is rounded
+    precision: str = "float32"  # of PRECISIONS
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -161,6 +163,14 @@ def leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(f"leading axes do not broadcast: {told}") from None
 
 
+def check_precision(precision: Any, dtype: str) -> str:
+    """`precision`, if it is one that a call in this dtype can have; ValueError."""
+    _arrays.check_choice("precision", precision, PRECISIONS)
+    if precision == "tf32" and dtype != "float32":
+        raise ValueError(f"precision='tf32' is for float32 inputs, got {dtype}")
+    return precision
+
+
 def points(
     reduction: str,
     x: Any,
@@ -171,6 +181,7 @@ def points(
     bandwidth: Any = 1.0,
     return_lse: bool = False,
     values_name: str = "v",
+    precision: str = "float32",
 ) -> tuple[PointsProblem, bool]:
     """A checked problem; and whether values, and so the result, are a vector."""
     given = {"x": x, "y": y}
@@ -221,6 +232,7 @@ def points(
         else xp.broadcast_to(values, (*batch, *values.shape[-2:])),
         return_lse=_arrays.check_bool("return_lse", return_lse),
         bandwidth=widths,
+        precision=check_precision(precision, x.dtype.name),
     )
     return problem, is_vector
 

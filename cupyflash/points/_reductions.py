@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, overload
 
-from cupyflash._core.typing import Array
+from cupyflash._core.typing import Array, Precision
 from cupyflash._points import api, gradients
 from cupyflash._points import problem as points_problem
 from cupyflash._points.gradients import PointsGrads
@@ -15,6 +15,7 @@ def logsumexp(
     *,
     kernel: Any = "gaussian",
     bandwidth: Any = 1.0,
+    precision: Precision = "float32",
 ) -> Any:
     """Logarithm of a sum of kernels, ``log sum_j w_j K(x_i, y_j)``.
 
@@ -35,6 +36,9 @@ def logsumexp(
         distance in bandwidths, of NumPy functions; it must be positive.
     bandwidth : float or array of float, shape (D,), default 1.0
         Unit of the distances, one for all axes or one per axis, in host memory.
+    precision : {"float32", "tf32"}, default "float32"
+        For float32 input, "tf32" allows tensor cores on a GPU to round coordinates to
+        11 bits.
 
     Returns
     -------
@@ -56,6 +60,13 @@ def logsumexp(
     results within 1e-13. Tiles of points too far apart to matter are skipped. Points
     whose squared distance in bandwidths overflows are infinitely far apart.
 
+    "tf32" matters to the gaussian kernel of float32 points in 9 dimensions or more, on
+    a GPU; other calls ignore it. Coordinates are rounded as measured from c, midway
+    between the means of the two clouds. This changes the logarithm of a kernel by at
+    most ``e * d + e**2 / 2`` with ``e = 2**-11 * (|x_i - c| + |y_j - c|)``, where d is
+    the distance of the two points and all lengths are in bandwidths. Rows of x more
+    than 18 bandwidths from c are computed as in float32.
+
     Examples
     --------
     >>> import numpy as np
@@ -65,13 +76,19 @@ def logsumexp(
     array([0.0067])
     """
     problem, _ = points_problem.points(
-        "logsumexp", x, y, log_weights, None, kernel, bandwidth
+        "logsumexp", x, y, log_weights, None, kernel, bandwidth, precision=precision
     )
     return api.run(problem)[1]
 
 
 def kernel_sum(
-    x: Array, y: Array, b: Array, *, kernel: Any = "gaussian", bandwidth: Any = 1.0
+    x: Array,
+    y: Array,
+    b: Array,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    precision: Precision = "float32",
 ) -> Any:
     """Sum of kernels times values, ``sum_j K(x_i, y_j) b_j``.
 
@@ -87,6 +104,8 @@ def kernel_sum(
         As in `logsumexp`; also "energy", ``-d``, and functions of any sign.
     bandwidth : float or array of float, shape (D,), default 1.0
         Unit of the distances, one for all axes or one per axis, in host memory.
+    precision : {"float32", "tf32"}, default "float32"
+        As in `logsumexp`.
 
     Returns
     -------
@@ -107,7 +126,15 @@ def kernel_sum(
     array([10.])
     """
     problem, is_vector = points_problem.points(
-        "kernel_sum", x, y, None, b, kernel, bandwidth, values_name="b"
+        "kernel_sum",
+        x,
+        y,
+        None,
+        b,
+        kernel,
+        bandwidth,
+        values_name="b",
+        precision=precision,
     )
     return api.run(problem, is_vector)[0]
 
@@ -121,6 +148,7 @@ def mean(
     *,
     kernel: Any = "gaussian",
     bandwidth: Any = 1.0,
+    precision: Precision = "float32",
     return_lse: Literal[False] = False,
 ) -> Any: ...
 @overload
@@ -132,6 +160,7 @@ def mean(
     *,
     kernel: Any = "gaussian",
     bandwidth: Any = 1.0,
+    precision: Precision = "float32",
     return_lse: Literal[True],
 ) -> tuple[Any, Any]: ...
 @overload
@@ -143,6 +172,7 @@ def mean(
     *,
     kernel: Any = "gaussian",
     bandwidth: Any = 1.0,
+    precision: Precision = "float32",
     return_lse: bool = False,
 ) -> Any | tuple[Any, Any]: ...
 def mean(
@@ -153,6 +183,7 @@ def mean(
     *,
     kernel: Any = "gaussian",
     bandwidth: Any = 1.0,
+    precision: Precision = "float32",
     return_lse: bool = False,
 ) -> Any:
     """Mean of values, weighted by kernels.
@@ -170,7 +201,7 @@ def mean(
         Values.
     log_weights : ndarray, shape (..., M), optional
         Natural logarithms of the weights; 0 by default, -inf leaves a point out.
-    kernel, bandwidth
+    kernel, bandwidth, precision
         As in `logsumexp`.
     return_lse : bool, default False
         Also return the logarithm of the denominator, as of `logsumexp`.
@@ -202,7 +233,15 @@ def mean(
     array([3., 4.])
     """
     problem, is_vector = points_problem.points(
-        "mean", x, y, log_weights, v, kernel, bandwidth, return_lse
+        "mean",
+        x,
+        y,
+        log_weights,
+        v,
+        kernel,
+        bandwidth,
+        return_lse,
+        precision=precision,
     )
     out, lse = api.run(problem, is_vector)
     return (out, lse) if return_lse else out

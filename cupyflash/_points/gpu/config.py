@@ -96,6 +96,7 @@ class Pairs:
     return_lse: bool = False
     is_sorted: bool = False  # both clouds, along a curve
     method: str = "auto"
+    precision: str = "float32"
     function: str = ""  # CUDA of a caller's kernel
     numbers: bytes = _NO_NUMBERS  # that it closes over
 

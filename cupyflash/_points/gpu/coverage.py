@@ -61,6 +61,8 @@ def _representative() -> Iterator[Pairs]:
         yield _pairs(reduction, columns, 3, "float64")
     yield _pairs("mean", 3, 2)
     yield _pairs("mean", 2, 64)
+    for reduction, columns in (("logsumexp", 0), ("kernel_sum", 1), ("mean", 2)):
+        yield _pairs(reduction, columns, 64, precision="tf32")
     yield _pairs("kernel_sum", 4, 64, "float64")
     for kernel in config.KERNELS:
         yield _pairs("kernel_sum", 1, 3, kernel=kernel)

@@ -52,7 +52,7 @@ def _compute(problem):
     if plan is None:
         plan = PointsPlan(pairs, device_id)
         _plans.put(key, plan)
-    centre = y.mean(axis=1, dtype=np.float64) if plan.needs_centre else None
+    centre = _middle(x, y, pairs) if plan.needs_centre else None
     operands = x, y, weights, values, x_order, y_order, centre
     results = plan([0 if a is None else a.data.ptr for a in operands])
     for a in operands:
@@ -113,6 +113,7 @@ def pairs_of(problem) -> Pairs:
         coord_dtype="float64" if scaled else problem.dtype,
         has_log_weights=problem.log_weights is not None,
         return_lse=_has_lse(problem),
+        precision=problem.precision,
         **function,
     )
     return clouds.sorted_where_worth(pairs)
@@ -135,11 +136,27 @@ def _coordinates(problem, pairs):
     return found
 
 
+def _middle(x, y, pairs):
+    """What coordinates are measured from by products, (batch, axes)."""
+    middle = y.mean(axis=1, dtype=np.float64)
+    if pairs.precision == "tf32":
+        # Points are rounded: with x and y exchanged, to the same.
+        middle = 0.5 * (middle + x.mean(axis=1, dtype=np.float64))
+    return middle
+
+
 def _flat(x, pairs, *shape):
     """An array with one axis for the batch, contiguous; None stays so."""
     if x is None:
         return None
     return cupy.ascontiguousarray(x).reshape(pairs.batch, *shape)
+
+
+def _precision(row, pairs):
+    """What coordinates are rounded to, for explain()."""
+    if row is registry.PRODUCTS and row.parts(pairs) == 1:
+        return "tf32: coordinates from the middle of the clouds, rounded to 11 bits"
+    return pairs.dtype
 
 
 def describe(problem) -> dict[str, Any]:
@@ -151,6 +168,7 @@ def describe(problem) -> dict[str, Any]:
     return {
         "kernel": row.name,
         "refused": refused,
+        "precision": _precision(row, pairs),
         "sorted along a curve": pairs.is_sorted,
         "launches": [_launch.describe(launch) for launch in plan.launches],
     }

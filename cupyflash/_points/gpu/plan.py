@@ -81,7 +81,7 @@ def steps(pairs: Pairs, device) -> Steps:
             pairs,
             num_parts=num_parts,
             first_part=without_series,
-            slack=row.slack,
+            slack=registry.slack(row, pairs),
             repair=repair,
         )
         return config.combine_config(pairs), (*arguments, params)

@@ -257,6 +257,7 @@ class ProductsKernel:
     min_dim: int = config.MAX_BOX_DIM + 1
     # Squared norm of a row from the middle, in bits: beyond it products lose digits.
     limit: float = 24.0
+    limit_of_tf32: float = 256.0
     slack: float = 0.75
     block_rows: int = 128
 
@@ -278,8 +279,12 @@ class ProductsKernel:
         """Whether rows may have to be made once more."""
         return True
 
+    def parts(self, pairs: Pairs) -> int:
+        """Float16 parts of a coordinate: tf32 has as many digits as one."""
+        return 1 if pairs.precision == "tf32" else 2
+
     def _chunks(self, pairs):
-        return -(-pairs.dim // _CHUNK_AXES)
+        return -(-pairs.dim * self.parts(pairs) // _CHUNK_PARTS)
 
     def memory(self, pairs: Pairs) -> dict[str, int]:
         """Bytes of what its launches pass on."""
@@ -293,8 +298,9 @@ class ProductsKernel:
 
     def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
         """The launch that cuts the coordinates of a cloud in parts."""
-        switches = config.defines(pairs, IS_ROW=int(is_row))
-        used = ("COORD_T", "ACCUM_T", "DIM", "IS_ROW")
+        parts = self.parts(pairs)
+        switches = config.defines(pairs, IS_ROW=int(is_row), PARTS=parts)
+        used = ("COORD_T", "ACCUM_T", "DIM", "IS_ROW", "PARTS")
         variant = Variant(
             "points/parts.cu",
             "points_parts",
@@ -306,13 +312,14 @@ class ProductsKernel:
     def config(self, pairs: Pairs, num_splits: int, device: Device) -> LaunchConfig:
         """The launch over so many splits of the keys."""
         chunks = self._chunks(pairs)
-        others = 2 * 16384 + 1024 + 512 * max(pairs.columns_of_chunk, 1)
+        others = 2 * (16384 + 1024 + 512 * max(pairs.columns_of_chunk, 1))
         is_resident = chunks <= 4 and chunks * 16384 + others <= device.smem_optin
         variant = Variant(
             "points/products.cu",
             "points_products",
             config.defines(
                 pairs,
+                PARTS=self.parts(pairs),
                 RESIDENT=int(is_resident),
                 MIN_BLOCKS=2 if pairs.num_sums == 1 else 1,
             ),
@@ -327,8 +334,9 @@ class ProductsKernel:
         blocks = pairs.batch * pairs.num_chunks * pairs.padded_rows // self.block_rows
         num_splits, tiles = config.splits(pairs, blocks, 8 * device.num_sms)
         num_parts = 2 * num_splits  # of halves of each tile
+        limit = self.limit if self.parts(pairs) == 2 else self.limit_of_tf32
         params = config.pack(
-            pairs, tiles_per_split=tiles, num_parts=num_parts, limit=self.limit
+            pairs, tiles_per_split=tiles, num_parts=num_parts, limit=limit
         )
         root = np.float64(math.sqrt(pairs.q_scale)).tobytes()
         rows = ("row_parts", "norms", 0, pairs.num_rows, pairs.padded_rows, root)
@@ -347,8 +355,10 @@ class ProductsKernel:
         )
 
 
-# Axes of a chunk of products.cu.
-_CHUNK_AXES = 32
+# Parts of coordinates of a chunk of products.cu.
+_CHUNK_PARTS = 64
+# Slack of results that have fewer digits than float32.
+_ANY = 1e30
 # Pairs below which blocks of direct.cu in float64 are as fast as anything.
 _FEW_PAIRS = 1 << 22
 # Pairs from which on a choice between series pays; row blocks that it looks at.
@@ -359,6 +369,13 @@ MMA = MmaKernel()
 DIRECT = DirectKernel()
 PRODUCTS = ProductsKernel()
 KERNELS = (MMA, PRODUCTS, DIRECT)
+
+
+def slack(row, pairs: Pairs) -> float:
+    """That of points_params_t: an error of a score stays one of a mean."""
+    if row is PRODUCTS and row.parts(pairs) == 1:
+        return _ANY
+    return 0.0 if pairs.num_columns else row.slack
 
 
 def select(pairs: Pairs, device: Device):

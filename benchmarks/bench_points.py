@@ -39,13 +39,15 @@ class Cell:
     kernel: str = "gaussian"
     every_pair: bool = False
     peers: bool = False
+    precision: str = "float32"
 
     @property
     def label(self):
         kind = f"{self.reduction} {self.kernel}, V {self.columns}"
         how = ", every pair" if self.every_pair else ""
         size = f"{self.size} x {self.size}, D {self.dim}"
-        return f"{kind}, {size}, bandwidth {self.bandwidth}, {self.dtype}{how}"
+        dtype = self.dtype if self.precision == "float32" else self.precision
+        return f"{kind}, {size}, bandwidth {self.bandwidth}, {dtype}{how}"
 
 
 _MILLION = 1_000_000
@@ -67,6 +69,7 @@ CELLS = (
     Cell(100_000, dim=8, bandwidth=0.5),
     Cell(100_000, dim=16, bandwidth=0.7),
     Cell(100_000, dim=64, bandwidth=1.0, peers=True),
+    Cell(100_000, dim=64, bandwidth=1.0, peers=True, precision="tf32"),
     Cell(100_000, dim=256, bandwidth=3.0),
     Cell(100_000, "mean", dim=64, bandwidth=1.5, columns=3),
 )
@@ -74,7 +77,11 @@ CELLS = (
 
 def call_of(cell, x, y, h, b):
     """The call of cupyflash."""
-    options = {"bandwidth": cell.bandwidth, "kernel": cell.kernel}
+    options = {
+        "bandwidth": cell.bandwidth,
+        "kernel": cell.kernel,
+        "precision": cell.precision,
+    }
 
     def call():
         if cell.reduction == "kernel_sum":

@@ -74,8 +74,8 @@ __device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
 }
 
 // Copies what comes with the keys of a tile.
-__device__ __forceinline__ void copy_terms(smem_t& smem, const block_t& block,
-                                           int tile, int padded_keys) {
+__device__ __forceinline__ void copy_terms(smem_t& smem, const block_t& block, int tile,
+                                           int padded_keys) {
   const long long key = static_cast<long long>(tile) * kBlockKeys;
   const int n = threadIdx.x;
   if (n < kBlockKeys / 2) {

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._core import arrays as _arrays
-from cupyflash._core.typing import Array
+from cupyflash._core.typing import Array, Precision
 from cupyflash._points import problem as points_problem
 from cupyflash.points._reductions import logsumexp, mean
 
@@ -37,9 +37,9 @@ class Plan:
         The other way round.
     """
 
-    def __init__(self, xp, rows, columns, epsilon):
+    def __init__(self, xp, rows, columns, epsilon, precision="float32"):
         self._xp, self._rows, self._columns = xp, rows, columns
-        self._epsilon = epsilon
+        self._epsilon, self._precision = epsilon, precision
         self.shape = (
             *rows.log_weights.shape[:-1],
             rows.points.shape[-2],
@@ -49,7 +49,8 @@ class Plan:
     @property
     def T(self) -> "Plan":
         """The transposed plan."""
-        return Plan(self._xp, self._columns, self._rows, self._epsilon)
+        sides = self._columns, self._rows
+        return Plan(self._xp, *sides, self._epsilon, self._precision)
 
     def marginal(self) -> Any:
         """Sums of the rows, shape (..., N)."""
@@ -61,6 +62,7 @@ class Plan:
             self._columns.points,
             self._columns.scores(self._epsilon),
             bandwidth=_bandwidth(self._epsilon),
+            precision=self._precision,
         )
 
     def means(self, v: Array) -> Any:
@@ -74,6 +76,7 @@ class Plan:
             v,
             self._columns.scores(self._epsilon),
             bandwidth=_bandwidth(self._epsilon),
+            precision=self._precision,
             return_lse=True,
         )
 
@@ -207,6 +210,7 @@ def sinkhorn(
     reach: float | None = None,
     tol: float | None = None,
     max_iter: int = 1000,
+    precision: Precision = "float32",
     progress: Callable[[int, float], Any] | None = None,
 ) -> Transport:
     """Entropic optimal transport with costs ``|x_i - y_j|**2``.
@@ -229,6 +233,9 @@ def sinkhorn(
         float32 1e-4.
     max_iter : int, default 1000
         Most iterations at `epsilon`.
+    precision : {"float32", "tf32"}, default "float32"
+        As in `logsumexp`. "tf32" transports points that are rounded alike in both
+        directions, so marginals are met as well as without it.
     progress : callable, optional
         Called as ``progress(iteration, error)`` at each look at the error.
 
@@ -281,6 +288,7 @@ def sinkhorn(
     x, y = given["x"], given["y"]
     tol = _TOL[x.dtype.name] if tol is None else _positive("tol", tol)
     max_iter = points_problem.count("max_iter", max_iter)
+    precision = points_problem.check_precision(precision, x.dtype.name)
     if xp is np:
         for name, cloud in (("x", x), ("y", y)):
             points_problem.check_finite(name, cloud)
@@ -295,7 +303,7 @@ def sinkhorn(
         _Side(z, w, _logarithm(xp, w), xp.zeros((*batch, z.shape[-2]), z.dtype))
         for z, w in ((x, a), (y, b))
     ]
-    solver = _Solver(xp, sides, strength, same)
+    solver = _Solver(xp, sides, strength, same, precision)
     solver.anneal(epsilon)
     done, error = solver.solve(epsilon, tol, max_iter, progress)
     rows, columns = sides
@@ -303,7 +311,7 @@ def sinkhorn(
         solver.value(epsilon),
         rows.potential,
         columns.potential,
-        Plan(xp, rows, columns, epsilon),
+        Plan(xp, rows, columns, epsilon, precision),
         done,
         error,
         error <= tol,
@@ -320,6 +328,7 @@ def sinkhorn_divergence(
     reach: float | None = None,
     tol: float | None = None,
     max_iter: int = 1000,
+    precision: Precision = "float32",
     progress: Callable[[int, float], Any] | None = None,
 ) -> Divergence:
     """Entropic transport minus half that of each cloud with itself.
@@ -331,7 +340,7 @@ def sinkhorn_divergence(
 
     Parameters
     ----------
-    x, y, a, b, epsilon, reach, tol, max_iter, progress
+    x, y, a, b, epsilon, reach, tol, max_iter, precision, progress
         As of `sinkhorn`, which is called for x and y, x and x, y and y.
 
     Returns
@@ -363,6 +372,7 @@ def sinkhorn_divergence(
         "reach": reach,
         "tol": tol,
         "max_iter": max_iter,
+        "precision": precision,
         "progress": progress,
     }
     xy = sinkhorn(x, y, a, b, **options)
@@ -387,8 +397,9 @@ def _check_sums(a, b):
 class _Solver:
     """The iteration, on the potentials of two sides."""
 
-    def __init__(self, xp, sides, strength, same):
+    def __init__(self, xp, sides, strength, same, precision="float32"):
         self.xp, self.sides, self.strength, self.same = xp, sides, strength, same
+        self.precision = precision
         if same:
             sides[1].potential = sides[0].potential
 
@@ -399,6 +410,7 @@ class _Solver:
             other.points,
             other.scores(epsilon),
             bandwidth=_bandwidth(epsilon),
+            precision=self.precision,
         )
         if self.strength is not None:
             target = target * (self.strength / (self.strength + epsilon))
@@ -478,7 +490,8 @@ class _Solver:
             value = xp.where(side.weights > 0, side.weights * value, 0.0)
             terms.append(value.sum(axis=-1))
         # What the plan has more of mass than the weights.
-        mass = Plan(xp, rows, columns, epsilon).marginal().sum(axis=-1)
+        plan = Plan(xp, rows, columns, epsilon, self.precision)
+        mass = plan.marginal().sum(axis=-1)
         product = rows.weights.sum(axis=-1) * columns.weights.sum(axis=-1)
         return terms[0] + terms[1] - epsilon * (mass - product)
 

@@ -40,7 +40,13 @@ ROWS = [
 
 
 # Rows of points, and how many problems of tests/support/fuzz_points.py from which on.
-POINTS = [("direct", 3, 1), ("mma", 16, 1), ("products", 9, 1), ("series", 16, 1)]
+POINTS = [
+    ("direct", 3, 1),
+    ("mma", 16, 1),
+    ("products", 9, 1),
+    ("tf32", 14, 1),
+    ("series", 16, 1),
+]
 
 
 @pytest.mark.parametrize(("row", "seed", "count"), POINTS)

@@ -38,6 +38,8 @@ def problem(reduction, dim=3, c=12.5, size=SIZE, offset=0.0, weights="normal", *
         found["y"] = np.repeat(found["y"][: size // 50 + 1], 50, axis=0)[:size]
         found["x"][: size // 2] = found["y"][: size // 2]
     kernel = more.get("kernel", "gaussian")
+    if "precision" in more:
+        found["precision"] = more["precision"]
     return {**found, "reduction": reduction, "kernel": kernel, "bandwidth": bandwidth}
 
 
@@ -89,6 +91,58 @@ def check(given):
 )
 def test_gaussian(reduction, change):
     check(problem(reduction, **change))
+
+
+@pytest.mark.parametrize("reduction", fuzz_points.REDUCTIONS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"dim": dim, "c": 1.0} for dim in (9, 16, 33, 64, 65, 150, 300)),
+        *({"c": c} for c in (1e-6, 20.0, 1e6)),
+        {"c": 0.5, "offset": 1e3},
+        {"c": 0.5, "apart": 3.0},  # from the middle of both 17 bandwidths or less
+        {"c": 0.5, "apart": 1e3},
+        {"c": 0.5, "weights": "wild"},
+        {"c": 0.5, "weights": "gaps"},
+        {"c": 0.5, "weights": "none"},
+        {"c": 0.5, "weights": "potential"},
+        {"weights": None, "c": 0.5, "twins": True},
+        {"c": 0.5, "size": 777},
+        {"c": 0.5, "columns": 1},
+        {"c": 0.5, "columns": 7},
+        {"dim": 9, "bandwidth": tuple(np.linspace(0.5, 2, 9).tolist())},
+    ],
+    ids=str,
+)
+def test_tf32(reduction, change):
+    """Within what coordinates of 11 bits change, also of rows that are made again."""
+    check(problem(reduction, **{"dim": 64, "precision": "tf32", **change}))
+
+
+def test_tf32_has_less_than_the_digits_of_float32():
+    """So that the kernel of one part is what has been compared."""
+    cupy = pytest.importorskip("cupy")
+    given = problem("logsumexp", dim=64, c=5.0, size=3000)
+    exact, _ = fuzz_points.exact(given, np.arange(3000), np)
+    errors = [
+        abs(fuzz_points.run({**given, "precision": precision}, cupy).get() - exact)
+        for precision in ("float32", "tf32")
+    ]
+    assert errors[0].max() < 2e-5 < 4e-5 < errors[1].max() < 2e-2
+
+
+def test_tf32_exchanged():
+    """A pair has one kernel in both directions: sinkhorn then meets its marginals."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(3)
+    x, y = (cupy.asarray(rng.random((n, 20), "f4") + n / 5000) for n in (2300, 2100))
+    options = {"bandwidth": 0.7, "precision": "tf32"}
+    a, b = (cupy.asarray(np.eye(n, 8, dtype="f4")) for n in (2300, 2100))
+    forth = points.kernel_sum(x, y, b, **options).get()[:8]
+    back = points.kernel_sum(y, x, a, **options).get()[:8]
+    np.testing.assert_allclose(forth, back.T, rtol=2e-6)
+    exact = points.kernel_sum(x, y, b, bandwidth=0.7).get()[:8]
+    assert np.abs(forth / exact - 1).max() > 2e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

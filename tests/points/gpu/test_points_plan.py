@@ -75,6 +75,24 @@ def test_the_row_of_a_call(change, row):
     assert found.name == row
 
 
+def test_tf32_is_one_part_of_each_coordinate():
+    """For products alone; other kernels are those of float32."""
+    products = {}
+    for precision in ("float32", "tf32"):
+        pairs = pairs_of(dim=64, precision=precision)
+        steps = plan.steps(pairs, HOPPER)
+        found = {
+            c.variant.entry: dict(c.variant.defines)["PARTS"]
+            for c, _ in steps.launches
+            if c.variant.entry in ("points_parts", "points_products")
+        }
+        assert set(found.values()) == {"1" if precision == "tf32" else "2"}
+        products[precision] = steps.scratch["key_parts"]
+    assert 2 * products["tf32"] == products["float32"]
+    few = pairs_of(dim=3)
+    assert entries(replace(few, precision="tf32")) == entries(few)
+
+
 def test_old_cards_take_differences():
     turing = device.device_of_arch("sm_75")
     for dim in (3, 20):

@@ -25,8 +25,9 @@ sys.path[:0] = [str(SUPPORT), str(SUPPORT.parents[1])]
 
 import emulation  # noqa: E402
 
-# Rows of points; "series" is mma with the smooth tiles as series.
-POINTS = ("mma", "products", "direct", "series")
+# Rows of points; "series" is mma with the smooth tiles as series, "tf32" products with
+# coordinates of one part.
+POINTS = ("mma", "products", "tf32", "direct", "series")
 
 
 def main():
@@ -125,7 +126,8 @@ def of_points(args, cupy, patch, row):
     from cupyflash._points.gpu import clouds, dispatch, registry
     from tests.support import fuzz_points
 
-    spec = {r.name: r for r in registry.KERNELS}["mma" if row == "series" else row]
+    of_row = {"series": "mma", "tf32": "products"}.get(row, row)
+    spec = {r.name: r for r in registry.KERNELS}[of_row]
     patch.setattr(registry, "KERNELS", (spec,))
     patch.setattr(dispatch, "_plans", plan_cache.PlanCache())
     patch.setattr(registry, "_FEW_PAIRS", 1)
@@ -145,6 +147,8 @@ def of_points(args, cupy, patch, row):
                 problem[name] = problem[name][tuple(few)]
         if _refuses(spec, problem, cupy):
             continue
+        if row == "tf32":
+            problem["precision"] = "tf32"
         found += 1
         yield (
             f"points/{row} {seed - 1} {fuzz_points.summary(problem)}",

@@ -288,7 +288,7 @@ def sinkhorn(
     x, y = given["x"], given["y"]
     tol = _TOL[x.dtype.name] if tol is None else _positive("tol", tol)
     max_iter = points_problem.count("max_iter", max_iter)
-    precision = points_problem.check_precision(precision, x.dtype.name)
+    points_problem.check_precision(precision, x.dtype.name)
     if xp is np:
         for name, cloud in (("x", x), ("y", y)):
             points_problem.check_finite(name, cloud)

@@ -3,6 +3,7 @@
 import random
 
 import expressions
+import fuzz_functions
 import numpy as np
 import pytest
 
@@ -725,3 +726,8 @@ def test_random_functions_in_blocks(method):
             fine = np.isfinite(out).all(axis=-1, keepdims=True)
             out, expected = np.where(fine, out, 0), np.where(fine, expected, 0)
         np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", fuzz_functions.WAYS)
+def test_random_functions_beside_random_options(way):
+    assert sum(fuzz_functions.check(seed, way) for seed in range(25)) > 20

@@ -23,6 +23,12 @@ __device__ __forceinline__ double inverse_root(double q) {
   return q > 0 ? 1 / sqrt(q) : 0.;
 }
 
+// sqrt(q) in a factor of 2^-sqrt(q): infinity times 0 would be NaN, not 0.
+template <typename T> __device__ __forceinline__ T finite_root(T q) {
+  const T r = root(q), largest = T(1e18);  // whose square is finite
+  return r < largest ? r : largest;
+}
+
 struct gaussian {
   static constexpr bool kHasExponent = true, kIsRoot = false;
   static constexpr bool kHasFactor = false, kIsSingular = false;
@@ -39,7 +45,7 @@ struct matern32 {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = true, kIsSingular = false;
   template <typename T> static __device__ __forceinline__ T factor(T q) {
-    return 1 + T(kLn2) * root(q);
+    return 1 + T(kLn2) * finite_root(q);
   }
 };
 
@@ -47,7 +53,7 @@ struct matern52 {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = true, kIsSingular = false;
   template <typename T> static __device__ __forceinline__ T factor(T q) {
-    const T a = T(kLn2) * root(q);
+    const T a = T(kLn2) * finite_root(q);
     return 1 + a + a * a * T(1. / 3);
   }
 };

@@ -294,3 +294,29 @@ def test_random_problems(seed):
         given = fuzz_points.draw(n)
         share = fuzz_points.share_of_promise(given, cupy)
         assert share <= 1, (n, fuzz_points.summary(given))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("far", [math.inf, 1e300])
+@pytest.mark.parametrize("kernel", ["matern32", "matern52", "laplacian", "cauchy"])
+def test_points_infinitely_far_have_no_weight(kernel, far, dtype):
+    """Squared distances overflow, and what a factor grows to meets a weight of 0."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(5)
+    x, y = (rng.random((200, 3)).astype(dtype) for _ in range(2))
+    b = rng.random((200, 2)).astype(dtype)
+    with np.errstate(over="ignore"):
+        end = np.full((1, 3), far, dtype)
+    more, more_b = np.concatenate([y, end]), np.concatenate([b, b[:1]])
+    x, y, b, more, more_b = map(cupy.asarray, (x, y, b, more, more_b))
+    allowed = {"float32": 2e-6, "float64": 1e-13}[dtype]
+    for function, given, values in (
+        (points.kernel_sum, more, (more_b,)),
+        (points.mean, more, (more_b,)),
+        (points.logsumexp, more, ()),
+    ):
+        expected = function(x, y, *((b,) if values else ()), kernel=kernel)
+        found = function(x, given, *values, kernel=kernel)
+        assert float(abs(found - expected).max()) <= allowed * float(
+            abs(expected).max()
+        )

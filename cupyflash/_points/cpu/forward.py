@@ -22,6 +22,9 @@ from cupyflash._points.kernels import NAMES
 _LARGE = 16.0
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
 _ROOM, _HIGHEST = 100.0, 600.0
+# The same, and the smallest score, where exponentials are float32.
+_NARROW_ROOM, _NARROW_HIGHEST, _NARROW_LEAST = 8.0, 40.0, -80.0
+_ONES = np.ones((TILE, 1), np.float32)
 # What is left out is below exp(-DIGITS) of a row's result.
 DIGITS = {"float32": 18.0, "float64": 36.0}
 
@@ -79,6 +82,11 @@ class _LogSum:
         # Elsewhere a kernel may be 0, and a row's sum, too; here where points are
         # infinite, and the row stays without a reference.
         self.positive = problem.kernel.name in NAMES
+        # A mean of terms of both signs would show their roundings.
+        self.narrow = problem.dtype == "float32" and problem.reduction == "logsumexp"
+        self.room, self.highest = (
+            (_NARROW_ROOM, _NARROW_HIGHEST) if self.narrow else (_ROOM, _HIGHEST)
+        )
         self.reference = None
         self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
         self.digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
@@ -111,9 +119,19 @@ class _LogSum:
             if self.lowest < -_LARGE and (self.gaussian or self.decay):
                 # Once more, less the reference before a large score is rounded.
                 scores = self.scores(tile)
-        if not self.bounded(tile) and not scores.max() <= _ROOM:
+        if not self.bounded(tile) and not scores.max() <= self.room:
             scores = self.move(tile, scores)
-        self.sums += self.weights(scores) @ tile.columns
+        if self.narrow and self.positive and not self.unset.any():
+            self.sums += self.narrow_weights(scores) @ _ONES[: tile.size]
+        else:
+            self.sums += self.weights(scores) @ tile.columns
+
+    def narrow_weights(self, scores):
+        """exp(scores) in float32, a third of the time; below exp(-80) as much."""
+        weights = self.block.scratch.array("narrow", scores.shape, np.float32)
+        np.copyto(weights, scores, casting="same_kind")
+        np.maximum(weights, _NARROW_LEAST, out=weights)
+        return np.exp(weights, out=weights)
 
     def weights(self, scores):
         """exp(scores); 0 perhaps where a row's result does not show them."""
@@ -156,12 +174,12 @@ class _LogSum:
     def bounded(self, tile):
         """Whether no score of a tile can be far above its row's reference."""
         known = self.problem.kernel.expression is None and self.problem.kernel.smooth
-        return known and tile.heaviest - self.lowest <= _ROOM
+        return known and tile.heaviest - self.lowest <= self.room
 
     def move(self, tile, scores):
         """Raise the references of rows whose sums would grow too large; the scores."""
         largest = scores.max(axis=1)
-        step = np.where((largest > _ROOM) & np.isfinite(largest), largest, 0.0)
+        step = np.where((largest > self.room) & np.isfinite(largest), largest, 0.0)
         step = _few_bits(step)
         self.reference = self.reference + step
         self.lowest = self.reference.min()
@@ -169,7 +187,7 @@ class _LogSum:
         self.sums *= np.exp(-step)[:, None]
         # Anew: beside the old reference they were rounded as large numbers. Those of
         # more than 16 digits do not meet a reference at all.
-        return np.minimum(self.scores(tile), _HIGHEST)
+        return np.minimum(self.scores(tile), self.highest)
 
     def scores(self, tile):
         """log K + log_weights - reference of all pairs."""

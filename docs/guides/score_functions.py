@@ -82,8 +82,9 @@ print(explain(attention_vjp, out, q, k, v, out, lse, score=bent))
 # ------------------
 # Numbers that a function closes over may change from call to call, and so may the
 # contents of arrays, without tracing it again. Literals and booleans are part of the
-# function itself. A function cannot close over arrays, lists or other objects, because
-# their contents could change unnoticed: pass arrays by name instead.
+# function itself. A function cannot close over arrays, lists, classes or other objects,
+# nor import a module of yours, because their contents could change unnoticed: pass
+# arrays by name, and bind other numbers to names outside of the function.
 
 for cap in (1.0, 2.0):
     capped = attention(q, k, v, score=lambda s, cap=cap: cap * np.tanh(s / cap))

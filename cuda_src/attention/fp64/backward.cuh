@@ -48,10 +48,6 @@ static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
 constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;
 
-__device__ __forceinline__ index_t smaller(index_t a, index_t b) {
-  return a < b ? a : b;
-}
-
 // Position of a thread: the pair of its warp, whether the warp is the first (0) or
 // second (1) of it, and the lane. With four pairs, both warps are on the same
 // scheduler: while one waits for the other, products continue.

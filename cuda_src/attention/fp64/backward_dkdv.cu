@@ -27,18 +27,13 @@ struct block_t : walk_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_tiled_f64_keys(
-        const elem_t* __restrict__ q,        // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,        // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,        // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,     // (batch, heads, queries, head_dim_v)
-        const accum_t* __restrict__ lse,     // (batch, heads, queries)
-        const accum_t* __restrict__ delta,   // as lse, contiguous
-        const accum_t* __restrict__ factor,  // as delta
-        grad_t* dk,                          // as k, summed over entries
-        grad_t* dv,                          // as v, summed over entries
-        int* __restrict__ found,             // 1: something is not finite
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+    attention_vjp_tiled_f64_keys(BACKWARD_PARAMETERS, ROW_PARAMETERS,
+                                 const accum_t* __restrict__ factor,  // as delta
+                                 grad_t* dk,               // as k, summed over entries
+                                 grad_t* dv,               // as v, summed over entries
+                                 int* __restrict__ found,  // 1: something is not finite
+                                 SCORE_PARAMETERS,
+                                 const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;

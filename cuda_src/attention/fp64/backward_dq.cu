@@ -176,16 +176,11 @@ __device__ __forceinline__ void close_rows(const thread_t& me, const block_t& bl
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_queries(
-        const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,       // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,       // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,    // (batch, heads, queries, head_dim_v)
-        const accum_t* __restrict__ lse,    // (batch, heads, queries)
-        const accum_t* __restrict__ delta,  // as lse, contiguous
-        accum_t* __restrict__ factor,       // as delta
-        accum_t* __restrict__ sink_terms,   // as delta, or null
-        grad_t* dq,                         // as q, summed over entries
-        int* __restrict__ found,            // 1: something is not finite
+        BACKWARD_PARAMETERS, ROW_PARAMETERS,
+        accum_t* __restrict__ factor,      // as delta
+        accum_t* __restrict__ sink_terms,  // as delta, or null
+        grad_t* dq,                        // as q, summed over entries
+        int* __restrict__ found,           // 1: something is not finite
         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 

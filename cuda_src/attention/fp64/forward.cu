@@ -682,13 +682,7 @@ __device__ __noinline__ void walk_exactly(block_t& block, const scores_t& scores
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_tiled_f64(
-        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-        elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-        SCORE_PARAMETERS) {
+    attention_tiled_f64(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);
   double* const slots = smem_q + kBlockM * 16 * kSharers * kStepsInShared;

@@ -36,6 +36,17 @@ __device__ __forceinline__ row_lse_t lse_of(accum_t m, accum_t l) {
 }
 #endif
 
+// The arrays of every forward kernel. The gradient kernels read the first three.
+//   q      (batch, heads, queries, head_dim)
+//   k, v   (batch, kv heads, keys, head_dim), (batch, kv heads, keys, head_dim_v)
+//   out    (batch, heads, queries, head_dim_v)
+//   lse    (batch, heads, queries), or null
+#define QKV_PARAMETERS                                        \
+  const elem_t* __restrict__ q, const elem_t* __restrict__ k, \
+      const elem_t* __restrict__ v
+#define FORWARD_PARAMETERS \
+  QKV_PARAMETERS, elem_t* __restrict__ out, row_lse_t* __restrict__ lse
+
 // The options, as the last parameters of every kernel and as arguments of scores_t.
 // Strides are in params; absent arrays are null.
 //   bias, mask      (batch, heads, queries, keys); mask: true is visible
@@ -56,6 +67,9 @@ __device__ __forceinline__ row_lse_t lse_of(accum_t m, accum_t l) {
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
+__device__ __forceinline__ index_t smaller(index_t a, index_t b) {
+  return a < b ? a : b;
+}
 __device__ __forceinline__ index_t clamp(index_t x, index_t low, index_t high) {
   return x < low ? low : x > high ? high : x;
 }

@@ -35,3 +35,13 @@ __device__ __forceinline__ int num_listed(const unsigned* list) {
 __device__ __forceinline__ listed_tile_t listed_tile(const unsigned* list, int n) {
   return {__ldg(list + 1 + n)};
 }
+
+// The lists as a parameter of kernels, which without a mask function have none.
+#if MASK_FUNCTION
+#define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
+#define LISTS_ARGUMENT tile_lists
+#else
+#define LISTS_PARAMETER
+#define LISTS_ARGUMENT \
+  tile_lists_t {}
+#endif

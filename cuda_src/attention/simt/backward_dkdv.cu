@@ -17,16 +17,11 @@
 #include "attention/simt/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_keys(
-        const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,       // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,       // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,    // (batch, heads, queries, head_dim_v)
-        const accum_t* __restrict__ lse,    // (batch, heads, queries)
-        const accum_t* __restrict__ delta,  // as lse, contiguous
-        grad_t* __restrict__ dk,            // as k, summed over entries
-        grad_t* __restrict__ dv,            // as v, summed over entries
-        REPAIR_PARAMETERS SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+    attention_vjp_keys(BACKWARD_PARAMETERS, ROW_PARAMETERS,
+                       grad_t* __restrict__ dk,  // as k, summed over entries
+                       grad_t* __restrict__ dv,  // as v, summed over entries
+                       REPAIR_PARAMETERS SCORE_PARAMETERS,
+                       const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_k = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_v = smem_k + (kSingle ? kBlockM * kStride : 0);

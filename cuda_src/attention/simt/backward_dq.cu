@@ -27,16 +27,10 @@ constexpr accum_t* own_lse = nullptr;
 #endif
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_queries(
-        const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,       // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,       // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,    // (batch, heads, queries, head_dim_v)
-        const accum_t* __restrict__ lse,    // (batch, heads, queries)
-        const accum_t* __restrict__ delta,  // as lse, contiguous
-        grad_t* __restrict__ dq,            // as q, summed over entries
-        REPAIR_PARAMETERS OWN_LSE_PARAMETER SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+    attention_vjp_queries(BACKWARD_PARAMETERS, ROW_PARAMETERS,
+                          grad_t* __restrict__ dq,  // as q, summed over entries
+                          REPAIR_PARAMETERS OWN_LSE_PARAMETER SCORE_PARAMETERS,
+                          const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_dout = smem_q + (kSingle ? kBlockM * kStride : 0);

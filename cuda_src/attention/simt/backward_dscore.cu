@@ -113,15 +113,10 @@ __device__ __forceinline__ accum_t before_function(accum_t q_dot_k,
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_dscore(
-        const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,       // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,       // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,    // (batch, heads, queries, head_dim_v)
-        const accum_t* __restrict__ lse,    // (batch, heads, queries)
-        const accum_t* __restrict__ delta,  // as lse, contiguous
-        long long* high, long long* low,    // (elements of all arrays), 0 first
-        unsigned* flags,                    // the same
-        unsigned long long* largest,        // (arrays), 0 before the first pass
+        BACKWARD_PARAMETERS, ROW_PARAMETERS, long long* high,
+        long long* low,               // (elements of all arrays), 0 first
+        unsigned* flags,              // the same
+        unsigned long long* largest,  // (arrays), 0 before the first pass
         const index_t bits, SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);

@@ -38,6 +38,15 @@ struct grads_t {
   }
 };
 
+// The arrays of every gradient kernel, and where they are not combined, two numbers of
+// each row of scores.
+//   dout   (batch, heads, queries, head_dim_v)
+//   lse    (batch, heads, queries)
+//   delta  as lse, contiguous
+#define BACKWARD_PARAMETERS QKV_PARAMETERS, const elem_t* __restrict__ dout
+#define ROW_PARAMETERS \
+  const accum_t* __restrict__ lse, const accum_t* __restrict__ delta
+
 // Whether a recomputed lse equals the given one up to rounding. If not, the given one
 // covers keys of other calls.
 __device__ __forceinline__ bool is_same_lse(accum_t own, accum_t given) {

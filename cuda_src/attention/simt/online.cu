@@ -51,13 +51,8 @@ __device__ __forceinline__ accum_t dot(const elem_t* q, const elem_t* k,
   return warp_reduce(sum, [](accum_t a, accum_t b) { return a + b; });
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-    SCORE_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    attention_online(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   const index_t column_blocks = (params.head_dim_v + kBlockDv - 1) / kBlockDv;
   const index_t row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const tile_coord_t at(params, block_index(), row_blocks * column_blocks);

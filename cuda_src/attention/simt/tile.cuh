@@ -82,10 +82,6 @@ struct rows_t {
         dim(static_cast<column_t>(dim)) {}
 };
 
-__device__ __forceinline__ index_t smaller(index_t a, index_t b) {
-  return a < b ? a : b;
-}
-
 // Loads kCount rows of the chunk of columns at c0, padded with zeros. Returns 0, or NaN
 // if a number was not finite.
 template <int kCount>

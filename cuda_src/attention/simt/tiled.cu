@@ -185,13 +185,8 @@ class two_level_rows_t {
   volatile accum_t m_[kTwoLevelSums ? kRows : 1];  // at the end of the last run
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-    SCORE_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_tiled(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_kv = smem_q + kBlockM * kStrideQ;

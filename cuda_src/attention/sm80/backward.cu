@@ -415,17 +415,15 @@ struct backward_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_vjp_mma(
-    const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
-    const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-    const float* __restrict__ stats,  // backward.cuh
-    float* __restrict__ sums_q,       // backward.cuh
-    found_t* __restrict__ found, const __grid_constant__ schedule_t schedule,
-    grad_t* __restrict__ dk,  // as k, summed over entries
-    grad_t* __restrict__ dv,  // as v, summed over entries
-    SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_mma(BACKWARD_PARAMETERS,
+                      const float* __restrict__ stats,  // backward.cuh
+                      float* __restrict__ sums_q,       // backward.cuh
+                      found_t* __restrict__ found,
+                      const __grid_constant__ schedule_t schedule,
+                      grad_t* __restrict__ dk,  // as k, summed over entries
+                      grad_t* __restrict__ dv,  // as v, summed over entries
+                      SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);

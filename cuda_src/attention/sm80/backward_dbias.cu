@@ -9,7 +9,6 @@
 //            the axis that is summed
 // Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
 //            S, dP, sums   registers; a warp has 32 x 32
-// Memory     global: four tiles for each tile of scores, mostly from L2; each element
 // Memory     global: four tiles per tile of scores, mostly from L2; each element of
 //            dbias once
 // Numbers    S, P, dP and sums in float, in a fixed order: the same bits in every run
@@ -246,10 +245,7 @@ struct dbias_t {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_bias(
-        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+        BACKWARD_PARAMETERS,
         const float* __restrict__ stats,  // backward.cuh
         const index_t stats_m,            // queries per block of stats
         grad_t* __restrict__ dbias,       // as the bias, summed over entries

@@ -40,15 +40,11 @@ struct view_t {
 __device__ __forceinline__ int row() { return warp_index() * 16 + lane_index() / 4; }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_mma_queries(
-        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-        const float* __restrict__ stats,  // backward.cuh
-        found_t* __restrict__ found,
-        grad_t* __restrict__ dq,  // as q, summed over entries
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+    attention_vjp_mma_queries(BACKWARD_PARAMETERS,
+                              const float* __restrict__ stats,  // backward.cuh
+                              found_t* __restrict__ found,
+                              grad_t* __restrict__ dq,  // as q, summed over entries
+                              SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);

@@ -45,13 +45,7 @@ __device__ __forceinline__ float find_nonfinite(const out_frag_t& o) {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
     // Tiles of k and v, already split, (batch, kv heads, tiles); or null.
-    const unsigned char* __restrict__ operands,
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-    SCORE_PARAMETERS) {
+    const unsigned char* __restrict__ operands, FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   extern __shared__ __align__(128) unsigned char bytes[];
   const smem_t smem(bytes);
   block_state_t& state = *smem.state;

@@ -29,13 +29,9 @@ struct gathered_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    attention_vjp_mma_split_prepare(
-        unsigned char* __restrict__ operands,
-        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
-        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+    attention_vjp_mma_split_prepare(unsigned char* __restrict__ operands,
+                                    BACKWARD_PARAMETERS, SCORE_PARAMETERS,
+                                    const __grid_constant__ grads_t grads) {
   __shared__ gathered_t gathered;
   const index_t heads = params.batch_size * params.num_heads;
   const int granules_q = granules_of(params.seqlen_q);

@@ -49,13 +49,7 @@ __device__ __forceinline__ void add_seen_values(sums_t<kOutTiles>& o,
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_mma_short(
-        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-        elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-        SCORE_PARAMETERS) {
+    attention_mma_short(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   using matrix_q = matrix_t<kHeadDim>;
   using matrix_v = matrix_t<kHeadDimV>;
   extern __shared__ __align__(128) unsigned char bytes[];

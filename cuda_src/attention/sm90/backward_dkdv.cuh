@@ -31,11 +31,6 @@ constexpr int kScores = kBlockM / 2;  // numbers of S, P, dP and dS per thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
-// A compile-time number, passed as an argument.
-template <int kNumber> struct number_t {
-  static constexpr int value = kNumber;
-};
-
 // S = k q^T or dP = v dO^T. A step covers 16 columns, 32 bytes of each 128-byte row.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
                                                 unsigned long long kv,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_fed: dq, dk and dv as in attention_vjp_hopper, with a producer
-// warpgroup for loads and scheduling.
+// attention_vjp_hopper_producer: dq, dk and dv as in attention_vjp_hopper, with a
+// producer warpgroup for loads and scheduling.
 //
 // Algorithm  as in backward.cu, except that a step computes dq of the previous block of
 //            queries: dS of both warpgroups is complete by then, and either may run
@@ -720,16 +720,16 @@ struct mainloop_t : mma_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
-                             const float* __restrict__ stats,  // backward.cuh
-                             float* __restrict__ sums_q,       // backward.cuh
-                             int* met,                         // backward.cuh
-                             float* parts,                     // backward.cuh
-                             elem_t* __restrict__ dk,  // as k, summed over entries
-                             elem_t* __restrict__ dv,  // as v, summed over entries
-                             found_t* __restrict__ found,
-                             counter_t* __restrict__ counter, SCORE_PARAMETERS,
-                             const __grid_constant__ grads_t grads) {
+    attention_vjp_hopper_producer(const __grid_constant__ inputs_t inputs,
+                                  const float* __restrict__ stats,  // backward.cuh
+                                  float* __restrict__ sums_q,       // backward.cuh
+                                  int* met,                         // backward.cuh
+                                  float* parts,                     // backward.cuh
+                                  elem_t* __restrict__ dk,  // as k, summed over entries
+                                  elem_t* __restrict__ dv,  // as v, summed over entries
+                                  found_t* __restrict__ found,
+                                  counter_t* __restrict__ counter, SCORE_PARAMETERS,
+                                  const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
   const arguments_t args = {inputs, stats, sums_q, met,     parts,

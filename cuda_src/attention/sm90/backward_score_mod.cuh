@@ -43,6 +43,11 @@ constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
 // Whether to compute what is added to the products while these are in flight. That
 // takes registers, and pays where it is a lot.
 constexpr bool kAhead = (kHasTiles || kHasSoftcap || kHasAlibi) && kHeadDim <= 128;
+// setmaxnreg redistributes the registers of the block, 168 per thread. Options need
+// some of the producer's, and narrow heads leave some over.
+constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
+constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
+constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
 constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
 
@@ -60,15 +65,6 @@ template <> struct inputs_of<true> {
 };
 using all_inputs_t = inputs_of<kHasTerms>::type;
 
-// Which tiles a mask function leaves visible (score/tile_lists.cu).
-#if MASK_FUNCTION
-#define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
-#define LISTS_ARGUMENT tile_lists
-#else
-#define LISTS_PARAMETER
-#define LISTS_ARGUMENT \
-  tile_lists_t {}
-#endif
 // How many tiles of a list are visible.
 __device__ __forceinline__ int num_seen(const unsigned* list) {
   const int count = num_listed(list);

@@ -50,11 +50,6 @@ constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
 // Bytes of a stage of q; with 64 columns it must also hold chunks of k and v.
 constexpr int kBytesQ = kChunks > 2 * kHeld ? kBytes : 2 * kHeld * kChunk;
-// setmaxnreg redistributes the registers of the block, 168 per thread. Options need
-// some of the producer's, and narrow heads leave some over.
-constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
-constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
-constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
 constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
 

@@ -49,11 +49,6 @@ constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
 // For racecheck, as in backward_wide_dkdv.cu.
 constexpr int kArrivals =
     IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;  // of a warp at a barrier of terms
-// setmaxnreg redistributes the registers of the block, 168 per thread. Options need
-// some of the producer's, and narrow heads leave some over.
-constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
-constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
-constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
 // Stores a thread's numbers of dS in pairs.
 template <typename T>

@@ -110,15 +110,6 @@ struct alignas(64) inputs_t {
 #define COMBINED_PARAMETERS
 #define COMBINED_ARGUMENTS nullptr, nullptr
 #endif
-// Which tiles of keys a mask function leaves visible (score/tile_lists.cu).
-#if MASK_FUNCTION
-#define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
-#define LISTS_ARGUMENT tile_lists
-#else
-#define LISTS_PARAMETER
-#define LISTS_ARGUMENT \
-  tile_lists_t {}
-#endif
 
 // The arguments of the kernel.
 struct arguments_t {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper_merge: combines the splits of the keys left by attention_hopper.
+// attention_hopper_combine: combines the splits of the keys left by attention_hopper.
 //
 // Algorithm  m = max lse_p,  w_p = exp(lse_p - m),
 //            out = sum_p w_p out_p / sum_p w_p,  lse = m + log sum_p w_p
@@ -15,7 +15,7 @@
 
 constexpr int kNumWarps = kNumThreads / 32, kMaxColumns = 256;
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge(
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_combine(
     const float* __restrict__ parts,  // (parts, rows, head_dim_v)
     const double* __restrict__ lses,  // (parts, rows)
     elem_t* __restrict__ out,         // (batch, heads, queries, head_dim_v)

@@ -484,12 +484,9 @@ __device__ __forceinline__ void add_specials(out_t* out_rows, const elem_t* v_ro
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wide(
-    MAPS_PARAMETER                 // of k and v
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
-    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
+    MAPS_PARAMETER QKV_PARAMETERS,
+    out_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    row_lse_t* __restrict__ lse,  // (batch, heads, queries), or null
     SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* const smem_k = smem + kPanels * kPanel;  // behind q

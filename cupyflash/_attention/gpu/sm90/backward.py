@@ -51,7 +51,7 @@ _LEAST_PART = 6
 # How dq is summed: tiles of keys add to it in any order, or one after the other; or a
 # kernel of its own computes it.
 MIXED, ORDERED, APART = "mixed", "ordered", "apart"
-_FED = "_fed"  # the main kernel with a producer warpgroup
+_PRODUCER = "_producer"  # the main kernel with a producer warpgroup
 
 # The most entries whose gradients of k and v one block sums: kMaxSummed.
 _MOST_SUMMED = 128
@@ -81,7 +81,7 @@ CUT = Struct(
 # The file of each kernel, below cuda_src/.
 _SOURCES = {
     "": "attention/sm90/backward.cu",
-    "_fed": "attention/sm90/backward_producer.cu",
+    "_producer": "attention/sm90/backward_producer.cu",
     "_queries": "attention/sm90/backward_dq.cu",
     "_rows": "attention/sm90/backward_preprocess.cu",
     "_dq": "attention/sm90/backward_postprocess.cu",
@@ -184,18 +184,18 @@ class HopperVjpKernel:
         """The launch of a part."""
         tile = self.tile(forward, dq)
         if not part and tile.has_producer:
-            part = _FED
+            part = _PRODUCER
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _THREADS, 0
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
-        if part in ("", _FED, "_queries"):
+        if part in ("", _PRODUCER, "_queries"):
             more["BOUNDS"] = sm90_forward.bounds_of(forward)
         if part == "_queries":
             num_threads += _FEEDER_THREADS
             rows = 2 * TILE_M + 2 * 2 * BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
-        elif part == _FED:
+        elif part == _PRODUCER:
             num_threads += _FEEDER_THREADS
             smem = self._smem(forward, dq)
         elif not part:

@@ -331,7 +331,7 @@ class HopperKernel:
             return (config,)
         merge = Variant(
             source="attention/sm90/forward_combine.cu",
-            entry=f"attention_{self.name}_merge",
+            entry=f"attention_{self.name}_combine",
             defines=defines(without_options(problem), batch_dims, _COMBINE_THREADS),
         )
         return config, LaunchConfig.over(merge, num_rows(problem), _COMBINE_THREADS)

@@ -123,7 +123,7 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     fed = ROW.tile(forward, dq).has_producer
     assert fed == (head_dim == 128 and dq == MIXED)
     assert config.block == (384 if fed else 256,)
-    assert config.variant.entry == "attention_vjp_hopper" + "_fed" * fed
+    assert config.variant.entry == "attention_vjp_hopper" + "_producer" * fed
     assert fed or (defines["MAKES_DQ"], defines["ORDERED"]) == {
         MIXED: ("1", "0"), ORDERED: ("1", "1"), APART: ("0", "0")
     }[dq]  # fmt: skip

@@ -367,10 +367,10 @@ def test_keys_are_split_where_tiles_are_few():
     assert {("SPLIT", "1"), ("COMBINE", "1")} <= set(launch.variant.defines)
     # Of many rows, another kernel combines the splits.
     many = dataclasses.replace(few_queries(64, 1), num_heads=2, num_kv_heads=2)
-    launch, merge = ROW.configs(many, 1, HOPPER)
+    launch, combine = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines
     assert ("COMBINE", "1") not in launch.variant.defines
-    assert merge.variant.entry == "attention_hopper_merge"
+    assert combine.variant.entry == "attention_hopper_combine"
 
 
 # --- on a device ---------------------------------------------------------------------

@@ -55,11 +55,7 @@ constexpr int kHeld = HELD;             // steps of q.k with q in registers, per
 constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
 // Whether scores are finished one by one; otherwise they are q.k, and the scale is
 // applied in the exponential.
-#ifdef SCALE_SCORES
-constexpr bool kTerms = true;
-#else
-constexpr bool kTerms = kChangesScores;
-#endif
+constexpr bool kTerms = IS_GIVEN(SCALE_SCORES) || kChangesScores;
 
 // Fragments of k are loaded this many products ahead. With options, two would spill at
 // 128 columns.

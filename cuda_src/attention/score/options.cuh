@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The options of a call. The host defines those that it has, arrays by their type and
-// others as 1; the rest become `void` or 0 here, and each gets a constant.
+// others as 1; the rest become `void` here, and each gets a constant.
 #pragma once
 
 #include "common/types.cuh"
@@ -22,24 +22,6 @@
 #endif
 #ifndef KEY_LENGTHS_T
 #define KEY_LENGTHS_T void
-#endif
-#ifndef MASK
-#define MASK 0
-#endif
-#ifndef SOFTCAP
-#define SOFTCAP 0
-#endif
-#ifndef SCORE_FUNCTION
-#define SCORE_FUNCTION 0
-#endif
-#ifndef MASK_FUNCTION
-#define MASK_FUNCTION 0
-#endif
-#ifndef KEY_PARTS
-#define KEY_PARTS 0
-#endif
-#ifndef ROUND_STEPS
-#define ROUND_STEPS 0
 #endif
 
 template <typename T> struct option_t {
@@ -63,12 +45,16 @@ constexpr bool kHasAlibi = option_t<ALIBI_SLOPES_T>::kIsGiven;
 constexpr bool kHasQueryOffsets = option_t<QUERY_OFFSETS_T>::kIsGiven;
 constexpr bool kHasQueryLengths = option_t<QUERY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasKeyLengths = option_t<KEY_LENGTHS_T>::kIsGiven;
-constexpr bool kHasMask = MASK;
-constexpr bool kHasSoftcap = SOFTCAP;
+constexpr bool kHasMask = IS_GIVEN(MASK);
+constexpr bool kHasSoftcap = IS_GIVEN(SOFTCAP);
 // See functions.cuh. An enum needs no storage, which would appear in all kernels.
-enum : bool { kHasScoreFunction = SCORE_FUNCTION, kHasMaskFunction = MASK_FUNCTION };
-constexpr bool kHasParts = KEY_PARTS;  // splits of the keys are an axis of the batch
-constexpr bool kRoundSteps = ROUND_STEPS;  // to elem_t (the naive kernel)
+enum : bool {
+  kHasScoreFunction = IS_GIVEN(SCORE_FUNCTION),
+  kHasMaskFunction = IS_GIVEN(MASK_FUNCTION)
+};
+constexpr bool kHasParts =
+    IS_GIVEN(KEY_PARTS);  // splits of the keys are an axis of the batch
+constexpr bool kRoundSteps = IS_GIVEN(ROUND_STEPS);  // to elem_t (the naive kernel)
 
 // What kernels need to know about options that change scores. A new option is added
 // here and in scores_t::with_derivative().

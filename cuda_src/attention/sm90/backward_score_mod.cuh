@@ -14,11 +14,7 @@
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/shared.cuh"
 
-#ifdef TERMS_OF_KEYS
-constexpr bool kTermsOfKeys = kHasBias || kHasMask;
-#else
-constexpr bool kTermsOfKeys = false;
-#endif
+constexpr bool kTermsOfKeys = IS_GIVEN(TERMS_OF_KEYS) && (kHasBias || kHasMask);
 #ifdef STAGES_TERMS
 constexpr int kStagesTerms = STAGES_TERMS;
 #else

@@ -133,7 +133,7 @@ __device__ __forceinline__ void add_specials(
           const int i = query_of(row);
           const tiles_t seen = keys_of(bounds, i, i + 1);
           if (j < seen.first || j >= seen.last) continue;
-          if (kHidesAnywhere && scores(0.f, i, j) == -infinity<float>()) continue;
+          if (kHidesKeys && scores(0.f, i, j) == -infinity<float>()) continue;
           out_t* out_row = out;
           index_t step = 1;
           if constexpr (kSplit) {

@@ -52,51 +52,26 @@ constexpr bool kSplit = false;
 using out_t = elem_t;
 using lse_t = float;
 #endif
-#ifdef COMBINE
-constexpr bool kCombine = true;
-static_assert(kSplit);
-#else
-constexpr bool kCombine = false;
-#endif
+constexpr bool kCombine = IS_GIVEN(COMBINE);
+static_assert(!kCombine || kSplit);
 
 // Each tile of k and v is read by one work tile only: L2 evicts it first.
-#ifdef READ_ONCE
-constexpr bool kReadOnce = true;
-#else
-constexpr bool kReadOnce = false;
-#endif
+constexpr bool kReadOnce = IS_GIVEN(READ_ONCE);
 
 // Position bounds on the keys of a query: 0 none, 1 an upper bound, 2 lower and upper.
 constexpr int kBounds = BOUNDS;
 constexpr bool kHasLengths = kHasQueryLengths || kHasKeyLengths;
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores =
-    true;  // the scale cannot be folded into the factor of exp2
-#else
-constexpr bool kScaleScores = false;
-#endif
+// The scale cannot be folded into the factor of exp2.
+constexpr bool kScaleScores = IS_GIVEN(SCALE_SCORES);
 // Bias and mask are the same for all queries, or arrays with contiguous keys.
-#ifdef TERMS_OF_KEYS
-constexpr bool kTermsOfKeys = true;
-#else
-constexpr bool kTermsOfKeys = false;
-#endif
-#ifdef UNIT_COLUMNS
-constexpr bool kUnitColumns = true;
-#else
-constexpr bool kUnitColumns = false;
-#endif
+constexpr bool kTermsOfKeys = IS_GIVEN(TERMS_OF_KEYS);
+constexpr bool kUnitColumns = IS_GIVEN(UNIT_COLUMNS);
 // A bias over keys and no other score option, in the unit of q.k. Up to 128 columns it
 // is the initial value of the accumulators. With more, presetting costs too much;
 // adding it after the product hides behind the longer products of the other warpgroup.
-#ifdef KEY_BIAS
-constexpr bool kKeyBias = true;
-static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
-              !kScaleScores);
-#else
-constexpr bool kKeyBias = false;
-#endif
+constexpr bool kKeyBias = IS_GIVEN(KEY_BIAS);
+static_assert(!kKeyBias || (kTermsOfKeys && kAddsBiasAlone && !kScaleScores));
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
 // Whether scores are finished one by one before the softmax, or the softmax scales
@@ -109,9 +84,7 @@ constexpr bool kCapOnly = kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask &&
 
 // Where keys may be hidden: anywhere, or only in tiles that not all queries of the
 // block see completely.
-constexpr bool kHidesAnywhere =
-    kHasMask || kHasBias || kHasScoreFunction || kHasMaskFunction;
-constexpr bool kHidesSome = kHidesAnywhere || kBounds > 0 || kHasKeyLengths;
+constexpr bool kHidesSome = kHidesKeys || kBounds > 0 || kHasKeyLengths;
 // A mask function hides whole tiles of keys: work tiles walk over lists of the others.
 enum : bool { kListsTiles = kHasMaskFunction };
 // Work tiles differ in length, so blocks take them from a counter.
@@ -237,7 +210,7 @@ __device__ __forceinline__ split_t split_of(const tiles_t& tiles, int work_tile,
 __device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& bounds,
                                                   int row_first, int row_last,
                                                   int seqlen_k) {
-  if constexpr (kHidesAnywhere) return {0, 0};
+  if constexpr (kHidesKeys) return {0, 0};
   const int i_first = query_of(row_first);
   const int i_last = min(query_end(row_last), bounds.num_queries);
   const int first = keys_of(bounds, i_last - 1, i_last).first;

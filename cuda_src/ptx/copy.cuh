@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async (sm_80 or newer): copies from global to shared memory, bypassing
-// registers.
+// PTX cp.async (sm_80 or newer): from global to shared memory, bypassing registers.
 #pragma once
 
 namespace ptx {

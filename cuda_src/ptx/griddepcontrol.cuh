@@ -6,8 +6,7 @@
 
 namespace ptx {
 
-// Once all blocks of this kernel have called this or ended, blocks of the next kernel
-// may start.
+// Once all blocks of this kernel have called this or ended, the next kernel may start.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

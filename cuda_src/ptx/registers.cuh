@@ -8,8 +8,7 @@ namespace ptx {
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // Separates two scheduling regions of the assembler: `never` is false, but it does not
-// know that. Otherwise it would fill all registers with fragments of later products,
-// and spill.
+// know that. Otherwise it would fill all registers with fragments of later products.
 __device__ __forceinline__ void end_region(bool never) {
   if (never) asm volatile("exit;");
 }

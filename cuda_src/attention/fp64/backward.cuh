@@ -9,8 +9,7 @@
 //     sums += w other
 // The first warp multiplies by P and the second by dS, for the whole tile (keys); or
 // both by dS, for half of the tile each (queries). So no warp holds sums of two
-// gradients, which would need too many registers, and each scheduler always has two
-// warps.
+// gradients, which need too many registers, and each scheduler always has two warps.
 //
 // Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once per entry
 //         other     2 x kBlockN x kDim   the rows looped over; the first half of the
@@ -235,8 +234,7 @@ struct walk_t {
   }
 };
 
-// Loads half kPart of the columns of both tiles of rows from `first` on, padded with
-// zeros.
+// Loads half kPart of the columns of both tiles of rows from `first` on, zero-padded.
 template <int kPart>
 __device__ __forceinline__ void fetch(const walk_t& block, int first) {
 #pragma unroll 1

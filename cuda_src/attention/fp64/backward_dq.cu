@@ -31,8 +31,7 @@ __device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int til
   return moved(block.bounds, thread_t().first_row(), tile * kBlockN);
 }
 
-// Turns the products of a tile into dS of half of its keys, and adds the sums of P to
-// l.
+// Turns the products of a tile into dS of half of its keys; adds the sums of P to l.
 __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
                                       int* found, int tile, product_t& c,
                                       weights_t<kStepsEach>& w,

@@ -492,8 +492,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     while (!ptx::copy_barrier_test(&barrier, parity)) {
     }
   };
-  // Items are tiles of k and v, interleaved: k of the first tile, its v, k of the
-  // second.
+  // Items are tiles of k and v in turn: k of the first tile, its v, k of the second.
   const auto copy = [&](auto is_v, int item) {
     double* const to = slots + item % kSlots * kSlotSize;
     const index_t j = index_t(item / 2) * kBlockN;
@@ -525,8 +524,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
       wait(block.full[item % kSlots], item / kSlots % 2);
     } else {
       ptx::wait_copy_groups<kSlots - 2>();
-      __syncthreads();  // the item is visible, and all warps have read the one before
-                        // it
+      __syncthreads();  // the item is visible; all warps have read the one before
       fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
     }
     return slots + item % kSlots * kSlotSize;
@@ -594,8 +592,7 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
         block);
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-    // The softcap and score functions are inlined only once: each tanh is long to
-    // compile.
+    // The softcap and score functions are inlined once: each tanh is long to compile.
     if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
         j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
       if constexpr (kTerms) {

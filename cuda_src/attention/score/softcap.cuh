@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// The softcap for kernels of sm_90a: tanh of products q.k, as a polynomial where these
-// are small.
+// The softcap for kernels of sm_90a: tanh of products q.k, a polynomial for small ones.
 #pragma once
 
 #include "common/math.cuh"

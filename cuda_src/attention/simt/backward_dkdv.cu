@@ -9,8 +9,7 @@
 // Grid       1-D, one block per tile of keys, chunk of columns and entry of k and v;
 //            first tiles first, since causal ones are longest
 // Tiles      tile.cuh; k and v are owned, q and dO are looped over
-// Memory     global: k, v, dk and dv once; q and dO once or twice per block, mostly
-//            from L2
+// Memory     global: k, v, dk and dv once; q and dO once or twice per block, mostly L2
 // Numbers    all in accum_t; the products of a tile are summed on their own before they
 //            are added to dk and dv. A fixed order of sums: the same bits in every run
 // Limits     none

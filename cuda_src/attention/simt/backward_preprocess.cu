@@ -5,8 +5,7 @@
 //            their gradient, -exp(sink - lse_i) delta_i. If lse was computed from
 //            scores with other rounding errors, P = exp(S - lse) would not sum to 1. It
 //            is therefore recomputed from the scores of these kernels, and used if it
-//            equals the given one up to rounding. If not, lse covers keys of other
-//            calls.
+//            equals the given one up to rounding. If not, lse covers other calls' keys.
 // Grid       one warp per row; lanes across head_dim_v
 // Memory     global: dO and out once; one or two numbers per row
 // Numbers    accum_t. Where out is 0 the product is 0: a row that sees no key

@@ -44,8 +44,7 @@ __device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; 
 __device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
 
 // Loads rows [0, num_rows) of a matrix (.., dim) into kCount x kDim numbers of shared
-// memory, padded with zeros; kUnroll loads at a time. Returns 0, or NaN if a number was
-// not finite.
+// memory, zero-padded; kUnroll loads at a time. Returns 0, or NaN if one is not finite.
 template <int kCount, int kDim, int kStride, int kUnroll, typename Row, typename Column>
 __device__ __forceinline__ accum_t load_rows(accum_t* smem, const elem_t* x,
                                              index_t row_stride, Row num_rows,

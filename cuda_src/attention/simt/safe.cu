@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_safe: P = softmax(S) with the maximum subtracted, in place, with S in
-// memory.
+// attention_safe: P = softmax(S) with the maximum subtracted, in place, S in memory.
 //
 // Algorithm  S = q k^T (matmul before this kernel), then three sweeps over each row,
 //                m_i = max_j s_ij,  l_i = sum_j exp(s_ij - m_i),

@@ -2,9 +2,8 @@
 // Tiles of the gradient kernels. A block owns kBlockM rows of one kind, queries or
 // keys, and loops over kBlockN rows at a time of the other kind.
 //
-// Shared  own    kBlockM x kChunk   a tile of the owned rows; two with kSingle, loaded
-//         once
-//                                   per entry
+// Shared  own    kBlockM x kChunk   a tile of the owned rows; with kSingle two,
+//                                   loaded once per entry
 //         other  kBlockN x kChunk   a tile of the rows looped over
 //         w      kBlockM x kBlockN  P or dS
 // The threads form kRowThreads rows of kColThreads; a thread owns kRows rows of a tile
@@ -154,8 +153,7 @@ __device__ __forceinline__ void store_tile(accum_t* w, const tile_t& tile) {
 }
 
 // sums += w other for a chunk of columns of `other` from c0 on, which smem_other
-// already holds if kOtherIsLoaded. `nonfinite` is NaN if it contains a nonfinite
-// number.
+// already holds if kOtherIsLoaded. `nonfinite` is NaN if it has a nonfinite number.
 template <bool kOtherIsLoaded>
 __device__ __forceinline__ void accumulate(sums_t& sums, const accum_t* w,
                                            const rows_t& other, column_t c0,

@@ -5,8 +5,7 @@
 //            sum is computed again without hidden keys: in the matmul, 0 times an
 //            infinity or NaN of theirs has spoilt it.
 // Grid       1-D, one thread per element of out
-// Memory     global: O and out once; a row of P and a column of v where it is
-//            recomputed
+// Memory     global: O and out once; where recomputed, a row of P and a column of v
 // Numbers    sums in accum_t; P and O in elem_t, v and out in VALUE_T
 // Limits     none
 #include "attention/score/score.cuh"

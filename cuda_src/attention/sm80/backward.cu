@@ -58,8 +58,7 @@ struct schedule_t {
   index_t slot[kBatchDims];  // distance in slots of dq between entries of an axis
 };
 
-// What all threads need of a block's keys and of an entry; in shared memory for lack of
-// registers.
+// What all threads need of a block's keys and of an entry; too much for registers.
 struct view_t {
   index_t kept, entry;     // the kept entry, and its first entry of all
   int first_key;           // -1: none, the grid is rounded up

@@ -25,8 +25,7 @@ constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 
-// Whether scores are finished one by one before the exponential, which otherwise
-// scales.
+// Whether scores are finished one by one before the exponential, or it scales them.
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
 // Whether fully visible tiles get a loop of their own; it needs registers.
 constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;

@@ -9,8 +9,7 @@
 //            the axis that is summed
 // Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
 //            S, dP, sums   registers; a warp has 32 x 32
-// Memory     global: four tiles per tile of scores, mostly from L2; each element of
-//            dbias once
+// Memory     global: four tiles per tile of scores, mostly from L2; dbias once
 // Numbers    S, P, dP and sums in float, in a fixed order: the same bits in every run
 // Limits     as attention_vjp_mma
 #include "attention/sm80/backward.cuh"
@@ -205,8 +204,7 @@ struct dbias_t {
     }
   }
 
-  // Stores the sum of each row, or column: over the lanes that share it, then over
-  // warps.
+  // Stores the sum of each row, or column: over lanes that share it, then over warps.
   __device__ __forceinline__ void store_line(grad_t* target, const tile_frag_t& sums,
                                              int first_i, int first_j, int rows_left,
                                              int columns_left) const {
@@ -313,8 +311,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this work tile has arrived; all warps have read the previous
-                        // one
+      __syncthreads();  // this work tile has arrived; the previous one has been read
       if constexpr (kStages == 2) load(n + 1);
       tile_frag_t s, dp;
       block.multiply(s, dp, n);

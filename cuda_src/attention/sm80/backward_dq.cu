@@ -12,8 +12,7 @@
 // Tiles      q, dO    kBlockM x kHeadDim   shared, loaded once per entry
 //            k, v     kBlockN x kHeadDim   shared, kStages of each
 //            S, dP, dq  a warp has 16 queries
-// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-//            L2
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_mma
 #include "attention/sm80/backward_rescan.cuh"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Sums of dq in register order: tiles of 16 x 8, grouped by the warp that computes
-// them.
+// Sums of dq in register order: tiles of 16 x 8, grouped by the computing warp.
 #pragma once
 
 #include "attention/sm80/backward.cuh"
@@ -24,8 +23,7 @@ __device__ __forceinline__ int column_of_sums(int n) {
   return (n / (2 * kColTilesQ) % kColWarps * kColTilesQ + n % kColTilesQ) * 8;
 }
 
-// Before sm_90, floats are added one by one, and those of neighbouring lanes are
-// adjacent.
+// Before sm_90, floats are added one by one; those of neighbouring lanes are adjacent.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr bool kByFour = true;
 #else

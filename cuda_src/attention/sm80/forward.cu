@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: FlashAttention-2 forward by warp-level tensor core products
-// (mma.sync).
+// attention_mma: FlashAttention-2 forward by tensor core products of warps (mma.sync).
 //
 // Algorithm  Online softmax as in attention_tiled. For each tile of keys
 //                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
@@ -16,8 +15,7 @@
 //                                                     goes through a staging tile
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
 //                  or two warps share twice as many (shared_rows.cuh)
-// Memory     global: q and out once; k and v once per block, mostly from L2, by
-//            cp.async
+// Memory     global: q and out once; k and v once per block, mostly from L2 (cp.async)
 //            shared: see smem_bytes() in _attention/gpu/sm80/forward.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
 // Limits     head_dim and head_dim_v up to 256, padded with zeros; fewer than 2^29

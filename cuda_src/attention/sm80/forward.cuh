@@ -31,8 +31,7 @@ constexpr int kScoreTiles = kBlockN / kWarpsPerRow / 8,
 static_assert(kBlockN % (16 * kWarpsPerRow) == 0 && kBlockN % 32 == 0);
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kWarpsPerRow) == 0);
 
-// Whether scores are finished one by one before the softmax, or the softmax scales
-// them.
+// Whether scores are finished one by one before the softmax, or it scales them.
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
 static_assert(kWarpsPerRow == 1 || (!kHasTerms && !kSplits));
 

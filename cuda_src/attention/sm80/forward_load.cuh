@@ -16,8 +16,7 @@ class loader_t {
   const params_t& params;
   const smem_t smem;
   block_state_t& state;
-  // For float32. The 16-bit loop has no registers for these and reads them from the
-  // state.
+  // For float32. The 16-bit loop has no registers for these: it reads the state.
   const elem_t *k_rows, *v_rows;
   bool aligned_k, aligned_v;
   int dim, dim_v;

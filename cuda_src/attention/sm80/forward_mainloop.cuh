@@ -39,8 +39,7 @@ class mainloop_t : public loader_t {
   __device__ __forceinline__ const block_bounds_t& bounds() const {
     return reload_state(state).work.block;
   }
-  // The first key. It has a register only where each tile checks whether it is the
-  // first.
+  // The first key; in a register only where each tile checks whether it is the first.
   __device__ __forceinline__ int start() const {
     return kWeighsAtOnce ? first : reload_state(state).work.first;
   }
@@ -199,8 +198,7 @@ class mainloop_t : public loader_t {
     put_weights(smem.p + j0 / kBlockN % 2 * kBytesP, s);
   }
 
-  // The last product with v. q and k are free by now: loads those of the next work
-  // tile.
+  // The last product with v. q and k are free: loads those of the next work tile.
   __device__ __forceinline__ void finish_shared_rows(const scores_frag_t& s,
                                                      const result_t& at) {
     if constexpr (kOutByP) {
@@ -239,8 +237,7 @@ class mainloop_t : public loader_t {
           reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
       const tile_stats_t* of_v =
           reinterpret_cast<tile_stats_t*>(smem.v + stage * kStage + kParts * kBytesV);
-      // Computed before a barrier, like the addresses of copies. Parts leave no
-      // register.
+      // Computed before a barrier, like addresses of copies. Parts leave no register.
       const bool sees_all = !kSplits && bounds().sees_all(j0);
       if constexpr (kStaged) {
         of_k = smem.stats_k + tile % 2;
@@ -315,8 +312,7 @@ class mainloop_t : public loader_t {
     };
     inspect<kHeadDim>(smem.stats_k[parity], chunk_of_k);
     inspect<kHeadDimV>(smem.stats_v[parity], chunk_of_v);
-    __syncthreads();  // the statistics are complete; all warps have read the previous
-                      // tiles
+    __syncthreads();  // the statistics are complete; the previous tiles have been read
     if (threadIdx.x == 0) {
       smem.stats_k[parity ^ 1].clear();
       smem.stats_v[parity ^ 1].clear();
@@ -357,8 +353,7 @@ class mainloop_t : public loader_t {
     } else {
       const auto this_v = ready_v(j0);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this tile of k has arrived; all warps have read the previous
-                        // v
+      __syncthreads();  // this tile of k has arrived; the previous v has been read
       if (!is_first) start_v(this_v, j0);
     }
   }

@@ -9,8 +9,7 @@
 // its own power of 2. precision="tf32" uses only high.
 //
 // operands  (tensor, entries, granules) of kBytesOperand: kParts tiles of kGranule rows
-//           in
-//         the layout of shared memory, and their statistics. First q and dO of all
+//         in the layout of shared memory, and their statistics. First q and dO of all
 //         heads, then k and v of theirs. Nonfinite numbers are replaced by 0
 // stats   (entries, granules of queries, 3, kGranule)  float: lse in log2, delta, and
 //         the factor of the weights of the row
@@ -78,8 +77,7 @@ struct split_operands_t {
 };
 
 // The tile of a block, by the index of the block. Sections of entries whose other rows
-// fit into the L2 cache follow each other; within one, tiles are sorted by length if
-// that differs.
+// fit into the L2 cache follow each other; within one, tiles are sorted by length.
 struct work_tile_t {
   index_t tile, kept;
   bool exists;  // the grid is rounded up
@@ -122,8 +120,7 @@ __device__ __forceinline__ bool run_ends_between(int first, int next, int last) 
 
 // --- products ------------------------------------------------------------------------
 
-// Tensor cores, which truncate, sum over 32 columns or rows; these sums are added with
-// rounding.
+// Tensor cores truncate: they sum 32 columns or rows; sums are added with rounding.
 constexpr int kApart = 2;
 constexpr int kSteps = kHeadDim / 16;
 static_assert(kSteps % kApart == 0 && kGranule == 16 * kApart);

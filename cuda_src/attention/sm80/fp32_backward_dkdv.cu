@@ -12,8 +12,7 @@
 // Tiles      k, v     kBlockN / kGranule operands   shared, loaded once
 //            q, dO    one of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys
-// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
-//            L2
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly L2
 // Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_mma_split_queries
 #include "attention/sm80/fp32_backward.cuh"
@@ -30,8 +29,7 @@ static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN &&
               kGranules * kGranule == kBlockN);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
-// What all threads need of a block and of an entry; in shared memory for lack of
-// registers.
+// What all threads need of a block and of an entry; too much for registers.
 struct view_t {
   split_operands_t operands;
   const float* stats;
@@ -158,8 +156,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
          i0 += tiles.distance) {
       tiles.step<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this granule has arrived; all warps have read the previous
-                        // one
+      __syncthreads();  // this granule has arrived; the previous one has been read
       if constexpr (kStages == 2) load_queries(i0 + tiles.distance);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;

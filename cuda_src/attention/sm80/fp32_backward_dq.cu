@@ -14,8 +14,7 @@
 // Tiles      q, dO    kBlockM / kGranule operands   shared, loaded once
 //            k, v     one of each            shared, kStages of them
 //            S, dP, dq  a warp has 16 kRowTiles queries
-// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-//            L2
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly L2
 // Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     head_dim and head_dim_v up to kHeadDim, padded with zeros; fewer than 2^29
 //            queries and keys; sm_80 or newer

@@ -123,8 +123,7 @@ __device__ __forceinline__ void split_tile(unsigned char* tile, float to_parts,
   }
 }
 
-// Splits rows of q; returns the largest magnitude, or infinity if a number is not
-// finite.
+// Splits rows of q; returns the largest magnitude, infinity if one is not finite.
 __device__ __forceinline__ float split_q(unsigned char* tile, int* largest_of_block,
                                          const elem_t* q, index_t row_stride,
                                          int num_rows, int dim, bool aligned,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_mma: infinities and NaN among 16-bit values that are hidden from some
-// query.
+// attention_mma: infinities and NaN among 16-bit values that some query does not see.
 //
 // A product cannot leave out a key: it gives the key a weight of 0, and 0 * NaN is NaN.
 // A block with a nonfinite result starts over with scrubbing: it zeroes the nonfinite

@@ -7,8 +7,7 @@
 // low, off by at most 2^-23 of x at any magnitude; a product then takes three, high
 // high + high low + low high. precision="tf32" uses only high.
 //
-// Rows in shared memory are padded by 16 bytes, so that 8 rows start in different
-// banks.
+// Rows in shared memory are padded by 16 bytes: 8 rows start in different banks.
 #pragma once
 
 #include "attention/sm80/tile.cuh"
@@ -256,8 +255,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const left_t& a,
 constexpr int kApart = kSplits ? 2 : 1;
 
 // sums += x y over kSteps steps; `left(step)` and `right(tile, step, pair)` give the
-// operands. With float32, steps are not interleaved unless necessary, to save
-// registers.
+// operands. With float32, steps are interleaved only if necessary, to save registers.
 template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left,
                                              Right right) {

@@ -14,8 +14,7 @@
 //            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once per query head
 //            P, dS  kBlockM x kBlockN               shared, as elem_t
 //            dk, dv of a group                      shared, in float32
-//            S, dP, dq, dk, dv                      registers, in the layout of
-//            short.cuh
+//            S, dP, dq, dk, dv                      registers, laid out as in short.cuh
 // Memory     global: each array once, except out, which is read for delta only where
 //            lse covers keys of other calls
 // Numbers    S, P, dP, dS and sums in float32; P and dS rounded to 16 bits before

@@ -12,8 +12,7 @@ constexpr float kLazyLog2 = kSplits ? 1 : 8;
 constexpr float kShift = kSplits ? 14 : 0;
 constexpr float kLargestWeight = kSplits ? 1 << 14 : 1;  // at the reference
 
-// Beyond this exponent, the rounding of a reference alone could push all weights out of
-// range.
+// Beyond this exponent, rounding of a reference alone could push weights out of range.
 constexpr float kLargeLog2 = 1 << 20;
 
 // Rows per thread: row 2 m + r is row r * 8 + lane / 4 of tile m.
@@ -116,8 +115,7 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows, scores_frag_t& s,
 
 // Weights are computed with the current reference. Only if a thread's sum of a tile
 // exceeds this, or is NaN, are they computed again with a new one. A weight is at most
-// the sum, so it fits into 16 bits. Needs registers next to s and o: sm_100 and its kin
-// spill.
+// the sum, so it fits into 16 bits. Needs registers next to s and o: sm_10x spills.
 #if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
 constexpr bool kWeighsAtOnce = false;
 #else

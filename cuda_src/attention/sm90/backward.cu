@@ -364,8 +364,7 @@ struct producer_t {
       load_tile<kBlockN, kChunks>(smem.k, inputs.k_map, smem.k_full, row, at.k.head,
                                   at.k.batch);
     }
-    // The blocks of queries that see keys of the tile, or of the cluster's tiles; at
-    // least one.
+    // The blocks of queries that see keys of the tile, or the cluster's; at least one.
     int turn = inputs.num_tiles - 1 - tile.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
     info.factor = factor_of(args.found);
@@ -746,8 +745,7 @@ struct mainloop_t : mma_t {
   }
 
   // Starts with dP. dv overlaps with the computation of dS, dk and dq with the softmax.
-  // A warpgroup waits for the other's dS only after dk, which leaves half a step of
-  // slack.
+  // A warpgroup waits for the other's dS only after dk: half a step of slack.
   template <bool kLast> __device__ __forceinline__ void wide_step() {
     const unsigned this_q = q_stage, this_dout = block % kStagesDout;
     q_stage = stage_after(q_stage);
@@ -849,8 +847,7 @@ struct mainloop_t : mma_t {
     step<true>();
     compiler_fence(sums_k);
     compiler_fence(sums_v);
-    // All products of this tile must finish, in both blocks, before the next tiles
-    // load.
+    // All products of this tile end in both blocks before the next tiles load.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();
       ptx::cluster_wait();

@@ -45,8 +45,7 @@ struct alignas(64) inputs_t {
   float to_log2;             // from scores to exponents of 2
   float hidden;              // a score whose weight is 0
   // The last num_split tiles are cut in two: the first half has `first_part` blocks of
-  // queries over all summed entries. Both halves count as work tiles, second halves
-  // last.
+  // queries over all summed entries. Both halves count as work tiles, second ones last.
   int num_split, first_part;
   // Work tiles from num_whole on are pieces, num_pieces to a tile.
   int num_whole, num_pieces;

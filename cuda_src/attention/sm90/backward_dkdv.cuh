@@ -43,8 +43,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
   }
 }
 
-// dv += P dO or dk += dS q, steps kBegin to kEnd. A step covers 16 rows of dO or q, 128
-// bytes each.
+// dv += P dO or dk += dS q, steps kBegin to kEnd of 16 rows of dO or q, 128 bytes each.
 template <int kBegin = 0, int kEnd = kBlockM / 16>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[kBlockM / 16][4],

@@ -9,14 +9,12 @@
 //            operand of the next. attention_vjp_hopper, without dq, computes dk and dv
 // Grid       1-D, one block per tile of queries of an entry; last tiles first, since
 //            causal ones are longest
-// Threads    two consumer warpgroups, 64 queries each; one thread of a third loads by
-//            TMA
+// Threads    two consumer warpgroups, 64 queries each; a thread of a third loads by TMA
 //
 // Tiles      q, dO    64 x kHeadDim per warpgroup  shared
 //            k, v     kBlockN x kHeadDim          shared, kStages of each
 //            S, P, dP, dS, dq  registers, in the layout of wgmma
-// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-//            L2
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward.cuh"

@@ -57,8 +57,7 @@ constexpr int kPublished = 8;
 // whether it is the last of all.
 constexpr int kOrigins = 8;
 // The next work tile is taken this many blocks of queries before the end of the current
-// one. Earlier, blocks hoard long tiles while others run dry; later, its loads are
-// late.
+// one. Earlier, blocks hoard long tiles while others run dry; later, loads are late.
 constexpr int kAhead = 6;
 
 // Where the queries of an entry lie: first block of sums or of stats, head, batch.

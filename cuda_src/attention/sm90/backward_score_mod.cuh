@@ -272,8 +272,7 @@ __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile
 
 // --- score and mask functions
 
-// Their precomputed parts for the head and for the two rows of a thread, queries or
-// keys.
+// Their precomputed parts for the head and the two rows of a thread, queries or keys.
 template <bool kKeysAreRows, bool kScore, bool kMask> struct function_rows_t {
   function_place_t place;
   function_head_t head;
@@ -350,8 +349,7 @@ __device__ __forceinline__ void call_score(
                    s[e] = function.score(s[e] * scale, rows.head, query, key, diagonal,
                                          by_s);
                    if constexpr (kHasChain) {
-                     // Hidden keys have weight 0, which must not multiply an infinite
-                     // derivative.
+                     // Weight 0 of hidden keys must not meet an infinite derivative.
                      derivatives[e] = s[e] == -infinity<float>() ? 0.f : before * by_s;
                    }
                  });

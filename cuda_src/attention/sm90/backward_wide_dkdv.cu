@@ -23,8 +23,7 @@
 //            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
 //            P        64 x 64 float   shared
 //            S, P, dP, dS, dk, dv  registers, in the layout of wgmma
-// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
-//            L2
+// Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly L2
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. A fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_hopper, also for infinities and NaN; entries that are
@@ -366,8 +365,7 @@ struct producer_t {
 
 // --- consumers
 
-// Common to both warpgroups: the sum of one gradient, scores, and the array whose rows
-// they hold.
+// Common to both warpgroups: sums of a gradient, scores, and the array of their rows.
 struct consumer_t {
   const arguments_t& args;
   const shared_t& shared;

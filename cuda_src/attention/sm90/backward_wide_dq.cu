@@ -17,8 +17,7 @@
 //            bias, mask  64 x 64 per warpgroup, or one number per key    shared,
 //                                                 kStagesTerms stages
 //            S, P, dP, dS, dq  registers, in the layout of wgmma
-// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly from
-//            L2
+// Memory     global: q, dO and dq once; k and v once per tile of queries, mostly L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/sm90/backward_score_mod.cuh"
@@ -135,8 +134,7 @@ struct addresses_t {
     constexpr int kTiles = 2 + kStagesK + kStagesV;
     for (int n = 0; n < kTiles; ++n) {
       ptx::mbarrier_init(q_full + 8 * n, 1);
-      // Each warp arrives when it has finished; for q, also the warp that reads key
-      // terms.
+      // Each warp arrives when it has finished; for q, so does the reader of key terms.
       const bool has_reader = kTermsOfKeys && n == 0;
       ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + has_reader);
     }

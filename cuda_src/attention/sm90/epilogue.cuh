@@ -63,8 +63,7 @@ __device__ __forceinline__ void store_staged(unsigned staged, elem_t* out,
 }
 
 // Stores 32 columns of a row from `first` on, 8 per lane of a group of four. Word t has
-// columns 8 t + lane % 4 * 2 and the next one. Uses 16-byte vectors if the row is
-// aligned.
+// columns 8 t + lane % 4 * 2 and the next one. Uses 16-byte vectors on aligned rows.
 __device__ __forceinline__ void store_words(elem_t* out_row, unsigned (&words)[4],
                                             const operand_t& strides, int first,
                                             bool aligned, bool exists,

@@ -1001,8 +1001,7 @@ struct consumer_t {
     }
   }
 
-  // Stores o / l of one split as floats. `nonfinite` becomes nonzero if any is not
-  // finite.
+  // Stores o / l of one split as floats. `nonfinite`: nonzero if any is not finite.
   __device__ __forceinline__ void store_part(const work_t& work,
                                              const tile_coord_t& here, int tile,
                                              const float (&inverse)[2],

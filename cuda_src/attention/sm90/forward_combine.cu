@@ -6,8 +6,7 @@
 //            A split with lse = -inf saw no key and contributes nothing.
 // Grid       one block per row; warps take interleaved splits, lanes 4 columns each
 // Memory     global: splits and out once; shared: one sum per warp
-// Numbers    lse in double, the rest in float; splits are always added in the same
-//            order
+// Numbers    lse in double, the rest in float; splits are added in a fixed order
 // Limits     head_dim_v is a multiple of 8
 #include "attention/score/params.cuh"
 #include "common/math.cuh"

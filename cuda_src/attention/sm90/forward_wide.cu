@@ -18,8 +18,7 @@
 //                  during softmax and p v, the next v during q k
 //            p     64 x 64                     shared
 //            s, o  registers, in the layout of wgmma
-// Memory     global: q and out once; k and v once per block, mostly from L2, by
-// cp.async
+// Memory     global: q and out once; k and v once per block, mostly from L2 (cp.async)
 //            shared: see smem() in _attention/gpu/sm90/forward_wide.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v. With split keys
 //            (KEY_PARTS) out is float32
@@ -48,8 +47,7 @@ constexpr int kOwn = (kPanelsV + 1) / 2;
 constexpr unsigned kPanel = 64 * 128;
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
 
-// Whether scores are finished one by one before the softmax, or the softmax scales
-// them.
+// Whether scores are finished one by one before the softmax, or it scales them.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
 
@@ -351,8 +349,7 @@ __device__ __forceinline__ void weigh(softmax_t& rows, float (&s)[kScores],
   for (int r = 0; r < kRows; ++r) {
     const float own = across.of[side()][row() + 8 * r];
     const float before = rows.m[r], m = fmaxf(before, fmaxf(own, across.other(r)));
-    // inf - inf is NaN: avoid the difference. Before the first visible key, weights are
-    // 0.
+    // inf - inf is NaN: avoid it. Before the first visible key, weights are 0.
     const float base = m == -infinity<float>() ? 0.f : m;
     alpha[r] = m == before ? 1.f : ptx::ex2_approx_ftz((before - base) * to_log2);
     rows.m[r] = m;
@@ -618,8 +615,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
       if constexpr (!kOverlaps) end_pv(o, p);
       score_mod(s, scores, i0, j0);
       put_largest(across, s);
-      __syncthreads();  // all warps have read k and p; the maxima of both sides are
-                        // stored
+      __syncthreads();  // k and p have been read; the maxima of both sides are stored
       release_k();
       load_k(j0 + kBlockN);
       weigh(rows, s, alpha, across, to_log2);

@@ -23,8 +23,7 @@ struct score_arguments_t {
   __device__ __forceinline__ score_function_t function() const {
     return score_function_t(params);
   }
-  // The same arguments, reloaded so that the compiler cannot reuse earlier
-  // computations.
+  // The same arguments, reloaded: the compiler cannot reuse earlier computations.
   __device__ __forceinline__ score_arguments_t reloaded() const {
     return {ptx::reload(params), bias,          mask,        sinks,       alibi_slopes,
             query_offsets,       query_lengths, key_lengths, query_offset};

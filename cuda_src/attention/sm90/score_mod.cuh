@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: score options (scale, softcap, bias, alibi, mask) for a tile at
-// once.
+// attention_hopper: score options (scale, softcap, bias, alibi, mask) for a whole tile.
 //
 // attention/score/score.cuh computes one score. Here each option is applied to all
 // numbers of a thread, with common parts hoisted: rows become pointers, columns
 // constant offsets from them. If bias and mask are the same for all queries, a warp of
-// the producer warpgroup reads them once per tile and puts them into shared memory as
-// floats.
+// the producer warpgroup reads them once per tile into shared memory, as floats.
 #pragma once
 
 #include "attention/score/softcap.cuh"

@@ -20,8 +20,7 @@ constexpr float kLazyLog2 = 8;
 
 constexpr int kLeastInt = -2147483647 - 1;
 
-// Beyond this exponent, the rounding of m * to_log2 alone could push all weights out of
-// range.
+// Beyond this exponent, rounding of m * to_log2 alone could push weights out of range.
 constexpr float kLargeLog2 = 1 << 20;
 
 // State of a thread's two rows during the loop over keys.
@@ -31,8 +30,7 @@ struct softmax_t {
   float alpha[2];       // exp(old m - new m), valid where raise() says so
   float m_log2[2];      // m * to_log2, rounded; subtracted unless raise() did
 
-  // m starts at a finite number, so that -inf - m needs no guard. Scores below it count
-  // as -inf.
+  // m starts at a finite number: -inf - m needs no guard. Scores below count as -inf.
   __device__ explicit softmax_t(float to_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -156,8 +154,7 @@ __device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
 }
 
 // Turns s into p = 2^exponent(s, m), and adds this thread's columns to l. A tile is
-// summed on its own and added with Kahan compensation, so that sums of millions stay
-// accurate.
+// summed on its own and added with Kahan compensation: sums of millions stay accurate.
 template <typename Exponent>
 __device__ __forceinline__ void exponentiate(softmax_t& row, float (&s)[kScores],
                                              const Exponent& exponent) {

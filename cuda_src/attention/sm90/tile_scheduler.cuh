@@ -41,8 +41,7 @@ __device__ __forceinline__ int query_end(int row_last) {
 
 // The keys of a query tile are split over several work tiles, which write partial sums
 // in float and lse in double. With COMBINE the block that finishes last combines them
-// (split_kv.cuh); with more rows than one block should combine, forward_combine.cu
-// does.
+// (split_kv.cuh); where rows are too many for one block, forward_combine.cu does.
 #ifdef SPLIT
 constexpr bool kSplit = true;
 using out_t = float;
@@ -74,8 +73,7 @@ constexpr bool kKeyBias = IS_GIVEN(KEY_BIAS);
 static_assert(!kKeyBias || (kTermsOfKeys && kAddsBiasAlone && !kScaleScores));
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
-// Whether scores are finished one by one before the softmax, or the softmax scales
-// them.
+// Whether scores are finished one by one before the softmax, or it scales them.
 constexpr bool kHasTerms = !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias ||
                                          kHasAlibi || kHasMask || kHasScoreFunction);
 // A softcap alone: it maps products directly to exponents of 2.

@@ -265,15 +265,16 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_short(
-        BACKWARD_PARAMETERS,
-        const elem_t* __restrict__ out,  // as dout
-        const float* __restrict__ lse,   // (batch, heads, queries)
-        const float* __restrict__ dlse,  // as lse, or null
-        float* __restrict__ delta,       // as lse, contiguous
-        elem_t* __restrict__ dq,         // as q
-        elem_t* __restrict__ dk,         // as k
-        elem_t* __restrict__ dv,         // as v
-        int* __restrict__ nonfinite,     // set to 1 if a gradient is not finite
+        QKV_PARAMETERS,
+        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+        const elem_t* __restrict__ out,   // as dout
+        const float* __restrict__ lse,    // (batch, heads, queries)
+        const float* __restrict__ dlse,   // as lse, or null
+        float* __restrict__ delta,        // as lse, contiguous
+        elem_t* __restrict__ dq,          // as q
+        elem_t* __restrict__ dk,          // as k
+        elem_t* __restrict__ dv,          // as v
+        int* __restrict__ nonfinite,      // set to 1 if a gradient is not finite
         SCORE_PARAMETERS, const __grid_constant__ short_grads_t grads) {
   extern __shared__ __align__(128) unsigned char bytes[];
   const smem_t smem(bytes);

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cupyflash import points
+from cupyflash.points import _sinkhorn
 from tests.points.test_gradients import differences
 
 
@@ -197,3 +198,24 @@ def test_points_are_finite():
     x = np.array([[0.0], [np.inf]])
     with pytest.raises(ValueError, match="y must be finite"):
         points.sinkhorn(np.zeros((2, 1)), x, epsilon=1.0)
+
+
+def test_first_iterations_in_float32_cost_no_digit(monkeypatch):
+    """Far from the origin, where float32 could not hold the points."""
+    rng = np.random.default_rng(4)
+    x, y = (rng.random((n, 2)) + 1e6 for n in (60, 80))
+    dtypes = []
+    whole = _sinkhorn.logsumexp
+    monkeypatch.setattr(
+        _sinkhorn,
+        "logsumexp",
+        lambda x, *args, **options: (
+            dtypes.append(x.dtype) or whole(x, *args, **options)
+        ),
+    )
+    found = points.sinkhorn(x, y, epsilon=0.05, tol=1e-11)
+    assert found.converged
+    assert dtypes[0] == np.float32
+    assert dtypes[-1] == np.float64
+    assert abs(found.plan.marginal() - 1 / 60).sum() < 1e-10
+    assert abs(found.plan.T.marginal() - 1 / 80).sum() < 1e-10

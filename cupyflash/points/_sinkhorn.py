@@ -405,7 +405,8 @@ def _middle_and_box(xp, sides):
     clouds = [side.points.reshape(-1, side.points.shape[-1]) for side in sides]
     low = xp.minimum(*(cloud.min(axis=0) for cloud in clouds))
     box = xp.maximum(*(cloud.max(axis=0) for cloud in clouds)) - low
-    return low + box / 2, float((box * box).sum())
+    with np.errstate(over="ignore"):  # clouds of any size
+        return low + box / 2, float((box * box).sum())
 
 
 class _Solver:

@@ -244,3 +244,19 @@ def test_infinitely_far_points_weigh_nothing(kernel):
     far = np.concatenate([y, [[np.inf, 0]]])
     found, _ = points.mean(x[:1], far, np.append(v, 1.0), **options)
     np.testing.assert_allclose(found, out[:1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("num_y", [7, 1500])
+def test_an_infinite_weight_is_an_infinite_sum(num_y):
+    rng = np.random.default_rng(0)
+    x, y, v = (
+        rng.normal(size=(5, 2)),
+        rng.normal(size=(num_y, 2)),
+        rng.normal(size=num_y),
+    )
+    weights = np.zeros(num_y)
+    weights[3] = np.inf
+    out, lse = points.mean(x, y, v, weights, return_lse=True)
+    assert (lse == np.inf).all()
+    assert np.isnan(out).all()
+    assert (points.logsumexp(x, y, weights) == np.inf).all()

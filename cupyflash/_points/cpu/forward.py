@@ -47,11 +47,21 @@ def compute(problem):
         with np.errstate(all="ignore"):
             same = _arrays.same_view(problem.x[place], problem.y[place])
             clouds = Clouds(problem, place)
-            if same and symmetric.pays(problem, clouds):
+            if clouds.top_weight == math.inf:
+                _infinite(clouds, *results)
+            elif same and symmetric.pays(problem, clouds):
                 symmetric.compute(problem, clouds, results, DIGITS[problem.dtype])
             elif clouds.tiles:
                 _compute(problem, clouds, _Sum if sums else _LogSum, results)
     return out, lse
+
+
+def _infinite(clouds, out, lse):
+    """Results of a point of infinite weight: an infinite log-sum, and no mean."""
+    rows = clouds.rows(0, len(clouds.x))
+    lse[rows] = math.inf + 0.0 * clouds.x.sum(axis=-1)  # NaN stays NaN
+    if out is not None:
+        out[...] = math.nan
 
 
 def _compute(problem, clouds, task, results):

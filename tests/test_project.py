@@ -92,6 +92,21 @@ def test_links_of_the_readme_into_the_repository_lead_somewhere():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_what_a_test_of_another_library_needs_is_installed_somewhere():
+    """Else it is skipped everywhere, and nothing tests what the docs say of it."""
+    needed = set()
+    for name in ("core/test_interop.py", "docs/test_migrating.py"):
+        text = text_of(f"tests/{name}")
+        needed |= set(re.findall(r'importorskip\("(\w+)', text))
+        needed |= set(re.findall(r'^    "(\w{2,})(?:\.\w+)?",$', text, re.MULTILINE))
+    extras = SETUP["options.extras_require"]
+    listed = re.findall(r"^[\w-]+", extras["interop"] + extras["test"], re.MULTILINE)
+    assert {"jax", "torch", "xarray"} <= needed
+    assert needed <= {name.replace("-", "_") for name in listed} | {"cupy"}
+    jobs = text_of(".github/workflows/test.yml")
+    assert '".[test,interop,lint]"' in jobs
+
+
 def test_every_python_of_the_classifiers_is_tested():
     yaml = pytest.importorskip("yaml")
     test = yaml.safe_load(text_of(".github/workflows/test.yml"))

@@ -288,9 +288,10 @@ def _compared(rest, folder):
     columns = ("attention", "cases", "least", "mean", "most", "fastest peer")
     each = f" (case by case: [benchmarks]({folder}README.md))" if folder else ""
     return (
-        "NVIDIA H200, how many times as fast as the fastest peer of each case, over "
-        "lengths, full and causal, single runs; mma.sync with the tiles of sm_80"
-        f"{each}:\n\n{markdown(columns, rows)}"
+        "Our speed divided by that of the fastest peer, on an NVIDIA H200, over all "
+        f"lengths, full and causal, from single runs{each}. Rows that say mma.sync "
+        "ran the kernels for cards before Hopper, with their tiles for sm_80.\n\n"
+        f"{markdown(columns, rows)}"
     )
 
 
@@ -308,7 +309,7 @@ def attention():
     ]
     columns = ("attention, TFLOP/s", "cupyflash", "best peer", "ratio", "the peer is")
     tables = (markdown(columns, rows), options(), one_query())
-    return "NVIDIA H200, single runs:\n\n" + "\n".join(tables)
+    return "On an NVIDIA H200, single runs:\n\n" + "\n".join(tables)
 
 
 def options():

@@ -253,8 +253,8 @@ def merge_attention_states(
         for x, is_list in ((outs, listed[0]), (lses, listed[1]))
     )
     axes = tuple(range(lses.ndim))
-    _, (outs, lses) = da.core.unify_chunks(
-        outs.rechunk({-1: -1}), (*axes, lses.ndim), lses, axes, warn=False
+    outs, lses = _chunks.unified(
+        _chunks.rechunk(outs, {-1: -1}), (*axes, lses.ndim), lses, axes
     )
     name = f"merge-attention-states-{tokenize(outs, lses)}"
     parts, *chunks = lses.chunks
@@ -293,19 +293,20 @@ def _as_given(x, is_list):
 def _call_by_chunks(problem, arrays, call, split_every):
     """(out, lse) of a call, heads first."""
     q, k, v = (
-        attention_problem.heads_first(arrays[name], problem.layout).rechunk({-1: -1})
+        _chunks.rechunk(
+            attention_problem.heads_first(arrays[name], problem.layout), {-1: -1}
+        )
         for name in ("q", "k", "v")
     )
     axes = tuple(range(len(problem.batch)))
     q, k, v = (da.broadcast_to(x, problem.batch + x.shape[-3:]) for x in (q, k, v))
-    _, (q, k, v) = da.core.unify_chunks(
+    q, k, v = _chunks.unified(
         *(q, (*axes, "heads", "i", "d")),
         *(k, (*axes, "kv_heads", "j", "d")),
         *(v, (*axes, "kv_heads", "j", "e")),
-        warn=False,
     )
     heads, of_keys = _head_chunks(q.chunks[-3], problem.group_size)
-    q = q.rechunk({-3: heads})
+    q = _chunks.rechunk(q, {-3: heads})
     k, v = (_heads_of_keys(x, of_keys) for x in (k, v))
     *batch, _, queries, _ = q.chunks
     keys = k.chunks[-2]
@@ -319,7 +320,7 @@ def _call_by_chunks(problem, arrays, call, split_every):
         **dict.fromkeys(("query_offset", *_LENGTHS), tuple(batch)),
     }
     options = {
-        name: arrays[name].rechunk(_aligned(arrays[name], of[name]))
+        name: _chunks.rechunk(arrays[name], _aligned(arrays[name], of[name]))
         for name in of
         if name in arrays
     }
@@ -377,7 +378,7 @@ def _head_chunks(chunks, group):
 
 def _heads_of_keys(x, of_keys):
     """Keys or values whose chunks of heads belong to those of the queries."""
-    parts = [x[..., a:b, :, :].rechunk({-3: -1}) for a, b in of_keys]
+    parts = [_chunks.rechunk(x[..., a:b, :, :], {-3: -1}) for a, b in of_keys]
     return da.concatenate(parts, axis=-3)
 
 

@@ -68,3 +68,23 @@ def namespace(x: Any) -> Any:
 def result_dtype(problem: Any) -> np.dtype:
     """Of what a function of the softmax family returns."""
     return arrays.to_dtype(problem.dtypes["out"])
+
+
+def rechunk(x: da.Array, chunks: Any) -> da.Array:
+    """`x` in other chunks, of the same kind."""
+    return _of_kind(x._meta, x.rechunk(chunks))
+
+
+def unified(*pairs: Any) -> list[da.Array]:
+    """Arrays, each followed by its axes, in the chunks that all of them share."""
+    _, found = da.core.unify_chunks(*pairs, warn=False)
+    return [_of_kind(x._meta, y) for x, y in zip(pairs[::2], found, strict=True)]
+
+
+def _of_kind(like, x):
+    """`x` with chunks of the kind of `like`: Dask makes empty arrays NumPy's."""
+    if type(x._meta) is type(like):
+        return x
+    return x.map_blocks(
+        lambda block: np.empty_like(like, shape=block.shape), dtype=x.dtype, meta=like
+    )

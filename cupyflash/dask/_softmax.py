@@ -282,12 +282,11 @@ def _aligned(problem, given):
     """
     axes = tuple(range(len(problem.shape)))
     spread = [da.broadcast_to(x, problem.shape) for x in given.values()]
-    _, blocks = da.core.unify_chunks(
-        *(y for x in spread for y in (x, axes)), warn=False
-    )
+    blocks = _chunks.unified(*(y for x in spread for y in (x, axes)))
     if problem.is_complex:
-        blocks = [x.rechunk(dict.fromkeys(problem.axes, -1)) for x in blocks]
-    return tuple(given), list(blocks)
+        whole = dict.fromkeys(problem.axes, -1)
+        blocks = [_chunks.rechunk(x, whole) for x in blocks]
+    return tuple(given), blocks
 
 
 def _elementwise(function, blocks, dtype, **options):

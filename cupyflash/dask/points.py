@@ -229,12 +229,13 @@ def _reduced(reduction, given, kernel, bandwidth, split_every, return_lse=False)
     }
     whole = {
         n: da.broadcast_to(
-            x if n == "log_weights" else x.rechunk({-1: -1}), problem.batch + shapes[n]
+            x if n == "log_weights" else _chunks.rechunk(x, {-1: -1}),
+            problem.batch + shapes[n],
         )
         for n, x in arrays.items()
     }
-    _, blocks = da.core.unify_chunks(
-        *(a for n, x in whole.items() for a in (x, (*axes, *letters[n]))), warn=False
+    blocks = _chunks.unified(
+        *(a for n, x in whole.items() for a in (x, (*axes, *letters[n])))
     )
     whole = dict(zip(whole, blocks, strict=True))
     call = functools.partial(

@@ -109,9 +109,7 @@ attention(q, k, v, **near, causal=True)
 # Gradients
 # ---------
 # ``attention_vjp`` takes the same arguments. In ``need_dscore``, name the arrays of
-# floats whose gradients you want as well; they are bit-identical in every run. The
-# kernel that computes them for CuPy arrays has only been run in emulation so far, not
-# on a GPU.
+# floats whose gradients you want as well; they are bit-identical in every run.
 
 grads = attention_vjp(out, q, k, v, out, lse, **call, need_dscore=["slope"])
 step = np.array([1e-6, 0, 0, 0])

@@ -1,5 +1,6 @@
 """Ranks joined by NCCL: CuPy arrays, one GPU a process."""
 
+import contextlib
 import threading
 import time
 
@@ -81,6 +82,18 @@ class NcclComm(Comm):
                 raise ImportError(f"rank {rank} has no NCCL: {found[1:].decode()}")
         return keys[0][1:]
 
+    @contextlib.contextmanager
+    def _ending_all(self):
+        """An error within ends this comm on all ranks; of NCCL, as ConnectionError."""
+        try:
+            yield
+        except self._nccl.NcclError as error:
+            self.abort(str(error))
+            raise ConnectionError(f"NCCL has failed: {error}") from None
+        except (ConnectionError, TimeoutError) as error:
+            self.abort(str(error))
+            raise
+
     def _connecting(self, function):
         """The result of what waits for other ranks; an error ends this comm."""
         results, errors = [], []
@@ -96,7 +109,7 @@ class NcclComm(Comm):
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         deadline = time.monotonic() + self.timeout
-        try:
+        with self._ending_all():
             while not _ended(thread, _LOOK):
                 try:
                     self._host.check()
@@ -112,12 +125,6 @@ class NcclComm(Comm):
                     )
             if errors:
                 raise errors[0]
-        except self._nccl.NcclError as error:
-            self.abort(str(error))
-            raise ConnectionError(f"NCCL has failed: {error}") from None
-        except (ConnectionError, TimeoutError) as error:
-            self.abort(str(error))
-            raise
         return results[0]
 
     def exchange(self, sent, target, received, source):
@@ -126,15 +133,12 @@ class NcclComm(Comm):
         cuda = self._cupy.cuda
         with cuda.Device(self._device):
             self._stream.wait_event(cuda.get_current_stream().record())
-            try:
-                if (target, source) in self._connected:
+            if (target, source) in self._connected:
+                with self._ending_all():
                     self._post(sent, target, received, source)
-                else:
-                    self._connecting(lambda: self._post(sent, target, received, source))
-                    self._connected.add((target, source))
-            except self._nccl.NcclError as error:
-                self.abort(str(error))
-                raise ConnectionError(f"NCCL has failed: {error}") from None
+            else:
+                self._connecting(lambda: self._post(sent, target, received, source))
+                self._connected.add((target, source))
             done = self._last = self._stream.record()
         return lambda: cuda.get_current_stream().wait_event(done)
 
@@ -158,7 +162,7 @@ class NcclComm(Comm):
     def finish(self):
         """Wait on the host: a rank that has died leaves a kernel that never ends."""
         deadline = time.monotonic() + self.timeout
-        try:
+        with self._ending_all():
             while self._last is not None and not self._last.done:
                 self._host.check()
                 self._ranks.check_async_error()
@@ -168,12 +172,6 @@ class NcclComm(Comm):
                         "s (timeout= of connect); a rank hangs, or computes for longer"
                     )
                 time.sleep(_PAUSE)
-        except self._nccl.NcclError as error:
-            self.abort(str(error))
-            raise ConnectionError(f"NCCL has failed: {error}") from None
-        except (ConnectionError, TimeoutError) as error:
-            self.abort(str(error))
-            raise
         self._last = None
 
     def all_gather(self, message):

@@ -644,7 +644,7 @@ def _backward(call):
             dq.add(c.rows, grads.dq)
             dk.add(part, grads.dk)
             dv.add(part, grads.dv)
-        home.send(shift, dk.total(), dv.total())
+        home.send(shift, dk, dv)
     if row_sums is not None:
         if call.given["sinks"] is not None:
             for rows, options in call.options_of_no_keys():
@@ -653,11 +653,12 @@ def _backward(call):
         dq.add(
             slice(0, q.shape[-2]), _summed_to(q.shape, call.plan.problem.scale * lack)
         )
+    dq = dq.total(call.given["q"].dtype)  # while the last dk and dv are on their way
     dk, dv = home.sums()
     return AttentionGrads(
         *(
             call.as_given(x, call.given[name].ndim, call.given[name].dtype)
-            for name, x in (("q", dq.total()), ("k", dk), ("v", dv))
+            for name, x in (("q", dq), ("k", dk), ("v", dv))
         )
     )
 
@@ -681,30 +682,44 @@ def _summed_to(shape, x):
 
 
 class _Sum:
-    """A gradient of the shape of `like`, made of those of parts of its rows."""
+    """A gradient of the shape of `like`, made of those of parts of its rows.
+
+    Sums are in `dtype`. The latest part waits: the last one is added and the sum
+    rounded in one pass over memory. The first one is kept as it is, and changed.
+    """
 
     def __init__(self, like, dtype, xp):
         self._shape, self._dtype, self._xp = like.shape, dtype, xp
-        self._first, self.sum = None, None
+        self._sum, self._waiting = None, None
 
     def add(self, rows, part):
-        if self._first is None and self.sum is None and part.shape == self._shape:
-            self._first = part  # of which the only one needs no sum
-            return
-        if self.sum is None:
-            self.sum = self._xp.zeros(self._shape, self._dtype)
-        if self._first is not None:
-            _bits.add(self.sum, self._first)
-            self._first = None
-        _bits.add(self.sum[..., rows, :], part)
+        if self._waiting is not None:
+            self._sum = self._with_waiting()
+        self._waiting = rows, part
 
-    def total(self):
-        """The sum, in the dtype of its only part or of sums."""
-        if self._first is not None:
-            return self._first
-        return (
-            self._xp.zeros(self._shape, self._dtype) if self.sum is None else self.sum
-        )
+    def total(self, dtype=None):
+        """The sum in a dtype; by default in that of its only part or of sums."""
+        if self._waiting is None:
+            return self._xp.zeros(self._shape, dtype or self._dtype)
+        if dtype is None:
+            return self._with_waiting()
+        return _bits.cast(self._xp, self._with_waiting(dtype), dtype)
+
+    def _with_waiting(self, dtype=None):
+        """The sum with the part that waits, rounded to a dtype if that saves a pass."""
+        rows, part = self._waiting
+        if part.shape == self._shape:
+            if self._sum is None:
+                return part
+            return _bits.summed(self._xp, self._sum, part, dtype or self._dtype)
+        if self._sum is None:
+            total = self._xp.zeros(self._shape, dtype or self._dtype)
+        else:
+            # What one part alone gave is added to as it is: that rounds once, too.
+            sums = self._sum.dtype if dtype else self._dtype
+            total = _bits.cast(self._xp, self._sum, sums)
+        _bits.add(total[..., rows, :], part)
+        return total
 
 
 class _Home:
@@ -722,12 +737,12 @@ class _Home:
         whole = slice(0, self._like[0].shape[-2])
         if shift == 0:
             for total, part in zip(self._sums, (dk, dv), strict=True):
-                total.add(whole, part)
+                total.add(whole, part.total())
             return
         source, target = shifted(comm, shift)
         xp = call.xp
         sent = [
-            _bits.contiguous(xp, _bits.cast(xp, part, x.dtype))
+            _bits.contiguous(xp, part.total(x.dtype))
             for part, x in zip((dk, dv), self._like, strict=True)
         ]
         first, end = call.plan.needed(source, comm.rank)
@@ -747,7 +762,10 @@ class _Home:
 
     def sums(self):
         self._take()
-        return [total.total() for total in self._sums]
+        return [
+            total.total(x.dtype)
+            for total, x in zip(self._sums, self._like, strict=True)
+        ]
 
     def _take(self):
         """Add what has been posted before."""

@@ -52,8 +52,7 @@ def _compute(problem):
     if plan is None:
         plan = PointsPlan(pairs, device_id)
         _plans.put(key, plan)
-    centre = _middle(x, y, pairs) if plan.needs_centre else None
-    operands = x, y, weights, values, x_order, y_order, centre
+    operands = x, y, weights, values, x_order, y_order
     results = plan([0 if a is None else a.data.ptr for a in operands])
     for a in operands:
         graphs.keep_if_capturing(a)
@@ -134,15 +133,6 @@ def _coordinates(problem, pairs):
             x = x.astype(np.float64) * cupy.asarray(problem.scale)
         found.append(_flat(x, pairs, x.shape[-2], pairs.dim))
     return found
-
-
-def _middle(x, y, pairs):
-    """What coordinates are measured from by products, (batch, axes)."""
-    middle = y.mean(axis=1, dtype=np.float64)
-    if pairs.precision == "tf32":
-        # Points are rounded: with x and y exchanged, to the same.
-        middle = 0.5 * (middle + x.mean(axis=1, dtype=np.float64))
-    return middle
 
 
 def _flat(x, pairs, *shape):

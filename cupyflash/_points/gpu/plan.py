@@ -13,7 +13,7 @@ from cupyflash._cuda.launch_sequence import (
 from cupyflash._points.gpu import config, registry
 from cupyflash._points.gpu.config import Pairs
 
-INPUTS = ("x", "y", "weights", "values", "x_order", "y_order", "centre")
+INPUTS = ("x", "y", "weights", "values", "x_order", "y_order")
 
 
 def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
@@ -117,7 +117,4 @@ class PointsPlan(LaunchSequence):
         if pairs.reduction == "logsumexp" or pairs.return_lse:
             results["lse"] = Result((pairs.batch, pairs.num_rows), dtype)
         device = runtime.device(device_id)
-        launches = steps(pairs, device)
-        # The middle of the keys, which products are taken about.
-        self.needs_centre = registry.select(pairs, device)[0] is registry.PRODUCTS
-        super().__init__(device_id, INPUTS, results, launches)
+        super().__init__(device_id, INPUTS, results, steps(pairs, device))

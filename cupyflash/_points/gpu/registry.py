@@ -289,12 +289,44 @@ class ProductsKernel:
     def memory(self, pairs: Pairs) -> dict[str, int]:
         """Bytes of what its launches pass on."""
         of_point = 128 * self._chunks(pairs)
+        of_slab = 8 * pairs.batch * pairs.dim
         return {
             "row_parts": of_point * pairs.batch * pairs.padded_rows,
             "key_parts": of_point * pairs.batch * pairs.padded_keys,
             "norms": 8 * pairs.batch * pairs.padded_rows,
             "terms": 8 * pairs.batch * pairs.padded_keys,
+            "row_sums": of_slab * _slabs(pairs.num_rows),
+            "key_sums": of_slab * _slabs(pairs.num_keys),
+            "centre": of_slab,
         }
+
+    def middle_launches(self, pairs: Pairs) -> list[Step]:
+        """The launches that find what coordinates are measured from."""
+        switches = tuple(
+            item for item in config.defines(pairs) if item[0] in ("COORD_T", "DIM")
+        )
+        sums, join = (
+            Variant("points/middle.cu", entry, switches)
+            for entry in ("points_middle", "points_middle_join")
+        )
+        # With one part points are rounded: to the same with x and y exchanged.
+        clouds = {"key_sums": ("y", pairs.num_keys)}
+        if self.parts(pairs) == 1:
+            clouds["row_sums"] = "x", pairs.num_rows
+        axes = -(-pairs.dim // 32)
+        found: list[Step] = []
+        for to, (points, size) in clouds.items():
+            grid = _slabs(size), axes, pairs.batch
+            found.append((LaunchConfig(sums, grid, (_THREADS,)), (points, to, size)))
+        arguments = (
+            "row_sums" if "row_sums" in clouds else 0,
+            "key_sums",
+            "centre",
+            *map(_slabs, (pairs.num_rows, pairs.num_keys)),
+            *(pairs.num_rows, pairs.num_keys),
+        )
+        found.append((LaunchConfig(join, (pairs.batch,), (_THREADS,)), arguments))
+        return found
 
     def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
         """The launch that cuts the coordinates of a cloud in parts."""
@@ -346,6 +378,7 @@ class ProductsKernel:
         results = ("redo", "refs", "parts", params)
         return (
             [
+                *self.middle_launches(pairs),
                 (self.parts_config(pairs, True), ("x", 0, "centre", *rows)),
                 (self.parts_config(pairs, False), ("y", weights, "centre", *keys)),
                 (self.config(pairs, num_splits, device), (*cut, *results)),
@@ -357,6 +390,8 @@ class ProductsKernel:
 
 # Parts of coordinates of a chunk of products.cu.
 _CHUNK_PARTS = 64
+# Slabs of a cloud whose sums are made side by side, and points of one that are worth it.
+_MOST_SLABS, _SLAB_POINTS = 256, 256
 # Slack of results that have fewer digits than float32.
 _ANY = 1e30
 # Pairs below which blocks of direct.cu in float64 are as fast as anything.
@@ -369,6 +404,10 @@ MMA = MmaKernel()
 DIRECT = DirectKernel()
 PRODUCTS = ProductsKernel()
 KERNELS = (MMA, PRODUCTS, DIRECT)
+
+
+def _slabs(num_points):
+    return max(1, min(_MOST_SLABS, num_points // _SLAB_POINTS))
 
 
 def slack(row, pairs: Pairs) -> float:

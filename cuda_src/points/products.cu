@@ -14,7 +14,7 @@
 //            double-buffered; rows stay if shared memory can hold them (RESIDENT).
 // Numbers    products summed in float32, small ones first; h - |y|^2 in two floats.
 // With
-//            PARTS = 1 sums of products start from it, in one.
+//            PARTS = 1 sums of products start from it less the reference, in one.
 // Limits     sm_80. Rows with a squared norm above `limit` would lose accuracy: their
 //            groups are flagged in `redo`.
 
@@ -93,10 +93,18 @@ __device__ __forceinline__ unsigned address_of(const uint4* p) {
   return unsigned(__cvta_generic_to_shared(p));
 }
 
+__device__ __forceinline__ float finite_or_zero(float ref) {
+  return ref > -infinity<float>() ? ref : 0.f;
+}
+
 // What the products of a tile are added to.
 __device__ __forceinline__ void start(float (&s)[kRowTiles][kKeyTiles][4],
+                                      const state_t& state,
                                       const float2 (&terms)[kBlockKeys],
                                       const block_t& block) {
+  float ref[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) ref[r] = finite_or_zero(state.ref[r]);
   const int first = block.first_key + 2 * (block.lane % 4);
 #pragma unroll
   for (int n = 0; n < kKeyTiles; ++n) {
@@ -104,7 +112,9 @@ __device__ __forceinline__ void start(float (&s)[kRowTiles][kKeyTiles][4],
     for (int e = 0; e < 4; ++e) {
       const float term = kParts == 1 ? terms[first + 8 * n + e % 2].x : 0.f;
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) s[m][n][e] = term;
+      for (int m = 0; m < kRowTiles; ++m) {
+        s[m][n][e] = kParts == 1 ? term - ref[2 * m + e / 2] : 0.f;
+      }
     }
   }
 }
@@ -149,13 +159,13 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
   }
 }
 
-// A score without its row's norm, relative to `ref`.
+// A score without its row's norm, relative to `ref`, which with PARTS = 1 is in s.
 __device__ __forceinline__ float score(float s, float2 term, float ref) {
-  return kParts == 1 ? s - ref : s + ((term.x - ref) + term.y);
+  return kParts == 1 ? s : s + ((term.x - ref) + term.y);
 }
 
 // Raises the reference of each row whose largest score is far above it.
-__device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4],
+__device__ __forceinline__ void follow(float (&s)[kRowTiles][kKeyTiles][4],
                                        state_t& state,
                                        const float2 (&terms)[kBlockKeys],
                                        const block_t& block) {
@@ -173,9 +183,17 @@ __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4]
       }
     }
     top = warp_reduce<4>(top, [](float a, float b) { return fmaxf(a, b); });
-    const float old = state.ref[r];
+    const float old = state.ref[r], up = top;
+    if constexpr (kParts == 1) top += finite_or_zero(old);
     if (!(old == -inf ? top > -inf : top > old + kFarAbove)) continue;
     state.ref[r] = top;
+    if constexpr (kParts == 1) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) s[r / 2][n][r % 2 * 2 + e] -= up;
+      }
+    }
     if (block.lane % 4 != r) continue;
     const float factor = old == -inf ? 0.f : ptx::ex2_approx_ftz(old - top);
 #pragma unroll
@@ -192,7 +210,7 @@ __device__ __forceinline__ void weigh(const float (&s)[kRowTiles][kKeyTiles][4],
   float ref[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    ref[r] = state.ref[r] > -infinity<float>() ? state.ref[r] : 0.f;
+    ref[r] = finite_or_zero(state.ref[r]);
 #pragma unroll
     for (int c = 0; c < kSums; ++c) sums[c][r] = 0;
   }
@@ -217,7 +235,7 @@ __device__ __forceinline__ void weigh(const float (&s)[kRowTiles][kKeyTiles][4],
 }
 
 // Adds the keys of a tile to the totals.
-__device__ __forceinline__ void attend(const float (&s)[kRowTiles][kKeyTiles][4],
+__device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
                                        state_t& state, const smem_t& smem,
                                        const block_t& block, int tile) {
   float sums[kSums][kRows];
@@ -305,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
       ptx::wait_copies();
       __syncthreads();  // the chunk has arrived, and the previous one has been read
       copy_chunk(turn + 1);
-      if (chunk == 0) start(s, smem.terms[tile & 1], block);
+      if (chunk == 0) start(s, state, smem.terms[tile & 1], block);
 #pragma unroll(kUnrolled)
       for (int step = 0; step < kSteps; ++step) {
         multiply(s, smem.x[kIsResident ? chunk : turn & 1], smem.y[turn & 1], block,

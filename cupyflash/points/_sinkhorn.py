@@ -12,8 +12,9 @@ from cupyflash._core.typing import Array, Precision
 from cupyflash._points import problem as points_problem
 from cupyflash.points._reductions import logsumexp, mean
 
-# Iterations from one look at the marginals to the next.
-_LOOK = 10
+# Iterations from one look at the marginals to the next, and pairs from which on a look
+# costs less than the iteration that it may save.
+_LOOK, _MANY_PAIRS = 10, 1 << 32
 # Of one epsilon to the next, and iterations at each, on the way down to the last.
 _SCALING, _STEPS = 0.25, 2
 # Errors of marginals, by the squared diameter in epsilons, from which on log-sums are
@@ -259,9 +260,9 @@ def sinkhorn(
     from the clouds' squared diameter to its last value, by 4 a step; there updates are
     overrelaxed [3]_, by the rate of convergence that the marginals show. Where both
     clouds are one array with one weight, so are the potentials, which then are averaged
-    with their updates [2]_. The error is read each tenth iteration; in between nothing
-    waits for a GPU. On NumPy each error is looked at, and float64 begins with log-sums
-    of float32.
+    with their updates [2]_. On a GPU the error is read each tenth iteration, and in
+    between nothing waits for the card; from 2^32 pairs on, and on NumPy, after each
+    iteration. On NumPy float64 begins with log-sums of float32.
 
     References
     ----------
@@ -419,6 +420,8 @@ class _Solver:
             sides[1].potential = sides[0].potential
         # The first iterations on NumPy need no more digits, and take half the time.
         self.coarse = xp is np and sides[0].points.dtype == np.float64
+        pairs = math.prod(side.points.shape[-2] for side in sides)
+        self.looks_always = xp is np or pairs >= _MANY_PAIRS
         self.middle, self.box = _middle_and_box(xp, sides)
 
     def target(self, side, other, epsilon):
@@ -483,11 +486,11 @@ class _Solver:
             for _ in range(count):
                 found = self.step(epsilon, factor)
                 done += 1
-                if self.xp is not np:
+                if not self.looks_always:
                     continue  # a look would wait for the GPU
-                if max(found) <= tol and not self.coarse:
+                if max(map(float, found)) <= tol and not self.coarse:
                     break
-                self.coarse &= bool(max(found) > shows)
+                self.coarse &= max(map(float, found)) > shows
             last = max(float(error) for error in found)
             errors.append(last)
             if progress is not None:

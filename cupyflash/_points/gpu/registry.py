@@ -335,7 +335,7 @@ class ProductsKernel:
             *map(_slabs, (pairs.num_rows, pairs.num_keys)),
             *(pairs.num_rows, pairs.num_keys),
         )
-        found.append((LaunchConfig(join, (pairs.batch,), (_THREADS,)), arguments))
+        found.append((LaunchConfig(join, (pairs.batch, 1), (_THREADS,)), arguments))
         return found
 
     def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
@@ -400,7 +400,7 @@ class ProductsKernel:
 
 # Parts of coordinates of a chunk of products.cu.
 _CHUNK_PARTS = 64
-# Slabs of a cloud whose sums are made side by side, and points of one that are worth it.
+# Slabs of a cloud that are summed side by side, and points that one is worth it for.
 _MOST_SLABS, _SLAB_POINTS = 256, 256
 # Slack of results that have fewer digits than float32, and of float64 ones.
 _ANY, _SLACK_F64 = 1e30, 2.0

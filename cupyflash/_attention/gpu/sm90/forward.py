@@ -22,7 +22,6 @@ from cupyflash._attention.gpu.config import (
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
-    LISTED,
     NARROW,
     NARROW_KEYS,
     TILES,
@@ -108,7 +107,7 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
+    See TILES, FEW and NARROW for `tiles`, `few` and `narrow`.
     """
 
     name: str
@@ -117,7 +116,6 @@ class HopperKernel:
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     few: Few
     narrow: dict[tuple[int, int], HopperTile]
-    listed: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -280,9 +278,6 @@ class HopperKernel:
         """Tiles for the head dimensions and kind of a problem; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if problem.mask_function is not None and _weight_of_terms(problem) == 0:
-            if dims in self.listed:
-                return ((math.inf, self.listed[dims]),)
         if _adds_terms(problem) or problem.has_functions:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
@@ -549,6 +544,5 @@ HOPPER = HopperKernel(
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,
-    listed=LISTED,
     tiles=TILES,
 )

@@ -358,20 +358,31 @@ __device__ __forceinline__ void score_mod(
     const params_t& params, const cap_t& cap, const float* key_terms, const int (&i)[2],
     int j, int left, const score_arguments_t& score, const function_rows_t& functions) {
   const float scale = static_cast<float>(params.scale);
+  constexpr bool kAlibiFirst = kHasAlibi && !kHasSoftcap && !kHasScoreFunction;
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));
-  } else if constexpr (kScalesApart || !kTermsOfKeys) {
+  } else if constexpr (!kAlibiFirst && (kScalesApart || !kTermsOfKeys)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] *= scale;
   }
   if constexpr (kHasScoreFunction) call_score(s, score, functions, j);
   if constexpr (kHasAlibi) {
-    // Distances are exact up to 2^24 and rounded twice beyond.
-    const float distance[2] = {static_cast<float>(scores.diagonal(i[0]) - j),
-                               static_cast<float>(scores.diagonal(i[1]) - j)};
+    // Distances are exact up to 2^24 and rounded twice beyond. The second row lies 8
+    // below the first: it has the distances that the first had 8 columns earlier.
+    const float distance = static_cast<float>(scores.diagonal(i[0]) - j);
+    auto term_of = [&](int further) {
+      return -scores.slope() * fabsf(distance + static_cast<float>(further));
+    };
+    auto add = [&](float& x, float term) {
+      x = kAlibiFirst ? fmaf(x, scale, term) : x + term;
+    };
+    float before[2] = {term_of(8), term_of(7)};
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) {
-      s[e] = fmaf(-scores.slope(), fabsf(distance[row_of(e)] - column_of(e)), s[e]);
+    for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
+      const float now = term_of(-column_of(e));
+      add(s[e], now);
+      add(s[e + 2], before[e % 4]);
+      before[e % 4] = now;
     }
   }
   if constexpr (kTermsOfKeys) {

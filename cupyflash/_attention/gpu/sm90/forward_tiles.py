@@ -73,7 +73,8 @@ NARROW = {
 
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
-# alibi); with a softcap; with a softcap and terms of keys; with several options.
+# alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with
+# several options.
 TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     (64, 64): (
         (

@@ -16,6 +16,7 @@ compares with. Without a repository, CUPYFLASH_COMMIT gives the commit.
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -44,6 +45,7 @@ class Step:
     seconds: int  # estimated, with an empty kernel cache and 16 cores
     command: tuple[str, ...]
     writes: tuple[str, ...]
+    needs: str = ""  # a package without which its table would be empty
 
     @property
     def limit(self):
@@ -51,10 +53,14 @@ class Step:
         return 60 + 1.5 * self.seconds
 
 
+_BESIDE_TORCH = ("benchmarks/results/softmax", "benchmarks/results/attention")
+
+
 def _benchmark(name, seconds, script, report, *options):
     report = f"benchmarks/results/{report}_{{card}}.json"
     command = (f"benchmarks/{script}.py", *options, "--json", "{0}")
-    return Step(name, seconds, command, (report,))
+    needs = "torch" if report.startswith(_BESIDE_TORCH) else ""
+    return Step(name, seconds, command, (report,), needs)
 
 
 # What docs/guides/precision.md shows.
@@ -186,6 +192,9 @@ def main():
             begun = time.monotonic()
             if begun + step.seconds / 2 > end:
                 missing.append(f"{step.name}: no time left")
+                continue
+            if step.needs and importlib.util.find_spec(step.needs) is None:
+                missing.append(f"{step.name}: needs {step.needs}")
                 continue
             print(f"--- {step.name}, about {step.seconds} s", flush=True)
             limit = min(step.limit, end - begun)

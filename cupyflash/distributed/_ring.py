@@ -125,13 +125,13 @@ def attention(
     Parameters
     ----------
     q, k, v : array_like
-        This rank's part of the queries, keys and values, as `shard` deals them; else as
-        in `cupyflash.attention`. NumPy, or CuPy with one GPU a rank.
+        This rank's part of the queries, keys and values, as `shard` returns it;
+        otherwise as in `cupyflash.attention`. NumPy, or CuPy with one GPU per rank.
     comm : Comm, optional
         The ranks, from `connect`; by default one connection of the process.
     bias, mask : array_like, optional
-        As in `cupyflash.attention`, for the queries of this rank and all keys, these in
-        the order of the whole sequence.
+        As in `cupyflash.attention`, for the queries of this rank and all keys, in the
+        order of the whole sequence.
     scale, causal, window, softcap, sinks, alibi_slopes, layout, precision, method
         As in `cupyflash.attention`.
     query_offset, query_lengths, key_lengths : int or array_like of int, optional
@@ -145,15 +145,15 @@ def attention(
     Returns
     -------
     out : ndarray
-        The result for this rank's queries, as of `cupyflash.attention`.
+        The result for this rank's queries, as in `cupyflash.attention`.
     lse : ndarray
         Only with `return_lse`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As of `cupyflash.attention`. ValueError also on every rank where arguments of
-        one are refused, or are not those of the others.
+        As in `cupyflash.attention`. If one rank's arguments are invalid or differ from
+        the others', every rank raises a ValueError.
     ConnectionError, TimeoutError
         If another rank has died, or does not answer; this comm cannot be used any more.
 
@@ -167,10 +167,10 @@ def attention(
     At step t a rank computes with the keys of the t-th rank before it, while those of
     the next step are on their way [1]_; results are joined by
     `cupyflash.merge_attention_states` in float32 (float64 for float64), up to eight at
-    once: each part is rounded to the dtype, and what eight of them give again. In a
-    zigzag the ranks have equal work under a causal mask [2]_. Keys that no query of a
+    a time. Each part is rounded to the dtype, and so is the result of joining eight. In
+    a zigzag the ranks have equal work under a causal mask [2]_. Keys that no query of a
     rank sees are not sent to it. A rank holds its own keys, those of two others, and up
-    to eight results; these are the same in every run.
+    to eight results. Results are the same in every run.
 
     Each call begins with a short message from every rank to every other, which shows
     that they all make the same call. On GPUs a call returns when the keys have arrived,
@@ -245,7 +245,7 @@ def attention_vjp(
     Parameters
     ----------
     dout : array_like, of the shape and dtype of `out`
-        Gradient of a number by this rank's part of the result.
+        Gradient of a loss with respect to this rank's part of the result.
     q, k, v, out, lse : array_like
         This rank's parts of the inputs and results of `attention`.
     comm : Comm, optional
@@ -254,9 +254,9 @@ def attention_vjp(
 query_lengths, key_lengths, layout, precision, zigzag
         As in the call of `attention`.
     method : {"auto", "tiled"}, default "auto"
-        Gradients have one method.
+        There is only one method for gradients.
     dlse : array_like, of the shape and dtype of `lse`, optional
-        Gradient of the same number by `lse`.
+        Gradient of the same loss with respect to `lse`.
     deterministic : bool, default False
         Make gradients bit-identical in every run. In float32 and float64 they always
         are.
@@ -264,14 +264,14 @@ query_lengths, key_lengths, layout, precision, zigzag
     Returns
     -------
     AttentionGrads
-        ``(dq, dk, dv, None, None, None)`` of this rank's queries, keys and values:
-        gradients of bias and sinks are not made over ranks.
+        ``(dq, dk, dv, None, None, None)`` for this rank's queries, keys and values.
+        Gradients of bias and sinks are not available over ranks.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As of `cupyflash.attention_vjp`. ValueError also on every rank where arguments
-        of one are refused, or are not those of the others.
+        As in `cupyflash.attention_vjp`. If one rank's arguments are invalid or differ
+        from the others', every rank raises a ValueError.
     ConnectionError, TimeoutError
         If another rank has died, or does not answer; this comm cannot be used any more.
 
@@ -281,9 +281,9 @@ query_lengths, key_lengths, layout, precision, zigzag
 
     Notes
     -----
-    Keys and values travel as in `attention`. What the queries of a rank give to dk and
-    dv of another is sent home in the dtype of `k` while the next step is computed, and
-    summed there in float32 (float64 for float64), in the order of the steps.
+    Keys and values travel as in `attention`. Contributions to dk and dv of another rank
+    are sent home in the dtype of `k` while the next step is computed, and summed there
+    in float32 (float64 for float64), in the order of the steps.
 
     Examples
     --------

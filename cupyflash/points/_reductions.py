@@ -51,7 +51,7 @@ def logsumexp(
     ValueError
         If shapes do not agree, or the bandwidth is not above 0.
     TypeError
-        If NumPy and CuPy arrays are mixed, or an array holds no real numbers.
+        If NumPy and CuPy arrays are mixed, or an array does not hold real numbers.
 
     Notes
     -----
@@ -197,7 +197,7 @@ def mean(
     x : ndarray, shape (..., N, D)
         Points at which the mean is taken; NumPy or CuPy.
     y : ndarray, shape (..., M, D)
-        Points that have the values. Leading axes broadcast.
+        Points that the values belong to. Leading axes broadcast.
     v : ndarray, shape (..., M, V) or (M,)
         Values.
     log_weights : ndarray, shape (..., M), optional
@@ -205,7 +205,7 @@ def mean(
     kernel, bandwidth, precision
         As in `logsumexp`.
     return_lse : bool, default False
-        Also return the logarithm of the denominator, as of `logsumexp`.
+        Also return the logarithm of the denominator, as `logsumexp` does.
 
     Returns
     -------
@@ -223,7 +223,7 @@ def mean(
     ----------
     .. [1] E. A. Nadaraya, "On estimating regression", Theory of Probability and its
        Applications 9, 1964.
-    .. [2] G. S. Watson, "Smooth regression analysis", Sankhya A 26, 1964.
+    .. [2] Geoffrey S. Watson, "Smooth regression analysis", Sankhya A 26, 1964.
 
     Examples
     --------

@@ -45,12 +45,19 @@ class RowSums:
         """
         with np.errstate(all="ignore"):
             missing = due - self.ds
-            # With lse over more keys than these, the sum is not known.
-            allowed = 8 * np.finfo(self.mean.dtype).eps * (1 + np.abs(lse))
-            is_whole = (self.p > 0) & (np.abs(self.p - 1) <= allowed)
-            has_sum = np.isfinite(missing) & is_whole
+            whole = is_whole(self.p, lse, self.mean.dtype)
+            has_sum = np.isfinite(missing) & whole
             share = np.where(has_sum, missing, 0) / np.where(has_sum, self.p, 1)
             return share[..., None] * self.mean
+
+
+def is_whole(sum_p, lse, dtype=None):
+    """Whether P adds up to 1; not with lse over more keys than these.
+
+    `dtype` is that of P, if not that of its sum.
+    """
+    allowed = 8 * np.finfo(dtype or sum_p.dtype).eps * (1 + np.abs(lse))
+    return (sum_p > 0) & (np.abs(sum_p - 1) <= allowed)
 
 
 @functools.cache

@@ -12,9 +12,8 @@ from cupyflash._core.typing import Array, Precision
 from cupyflash._points import problem as points_problem
 from cupyflash.points._reductions import logsumexp, mean
 
-# Iterations from one look at the marginals to the next, and pairs from which on a look
-# costs less than the iteration that it may save.
-_LOOK, _MANY_PAIRS = 10, 1 << 32
+# Iterations from one look at the marginals to the next.
+_LOOK = 10
 # Of one epsilon to the next, and iterations at each, on the way down to the last.
 _SCALING, _STEPS = 0.25, 2
 # Errors of marginals, by the squared diameter in epsilons, from which on log-sums are
@@ -111,17 +110,17 @@ class Transport:
     Attributes
     ----------
     value : ndarray, shape (...)
-        The dual objective: the cost of the plan, the entropy and, with `reach`, the
+        The dual objective: what the plan costs plus the entropy and, with `reach`, the
         divergences of the marginals.
     f, g : ndarray, shapes (..., N) and (..., M)
         Dual potentials.
     plan : Plan
-        With entries ``a_i b_j exp((f_i + g_j - |x_i - y_j|**2) / epsilon)``.
+        Of entries ``a_i b_j exp((f_i + g_j - |x_i - y_j|**2) / epsilon)``.
     iterations : int
-        Number of iterations at the last epsilon.
+        How many were done at the last epsilon.
     error : float
-        Largest L1 error of a marginal, or with `reach` of the fixed point, when last
-        checked.
+        Largest L1 error of a marginal when last looked at; of the fixed point with
+        `reach`.
     converged : bool
         Whether the error was below `tol`.
     """
@@ -226,23 +225,22 @@ def sinkhorn(
     x, y : ndarray, shapes (..., N, D) and (..., M, D)
         The clouds; NumPy or CuPy. Leading axes broadcast.
     a, b : ndarray, shapes (..., N) and (..., M), optional
-        Their weights, by default 1 / N and 1 / M. Without `reach` both must have the
-        same sum.
+        Their weights, 1 / N and 1 / M by default. Without `reach` both have one sum.
     epsilon : float
         Strength of the entropy, a squared length.
     reach : float, optional
-        Distance at which leaving mass behind costs as much as moving it: deviations of
-        the marginals cost ``reach**2`` times their Kullback-Leibler divergence [2]_.
+        Length at which it costs as much to leave mass as to move it: marginals are held
+        by ``reach**2`` times their Kullback-Leibler divergence [2]_.
     tol : float, optional
-        L1 error of a marginal, relative to its sum, at which to stop. By default 1e-6,
-        or 1e-4 for float32.
+        L1 error of a marginal, as a part of its sum, at which to stop; 1e-6, for
+        float32 1e-4.
     max_iter : int, default 1000
-        Largest number of iterations at `epsilon`.
+        Most iterations at `epsilon`.
     precision : {"float32", "tf32"}, default "float32"
-        As in `logsumexp`. With "tf32" the points are rounded in the same way in both
-        directions, so the marginals are met as well as without it.
+        As in `logsumexp`. "tf32" transports points that are rounded alike in both
+        directions, so marginals are met as well as without it.
     progress : callable, optional
-        Called as ``progress(iteration, error)`` whenever the error is checked.
+        Called as ``progress(iteration, error)`` at each look at the error.
 
     Returns
     -------
@@ -252,19 +250,18 @@ def sinkhorn(
     Raises
     ------
     ValueError, TypeError
-        If shapes or sums do not agree, or a number is out of range. Points and weights
-        in NumPy arrays are checked too: all must be finite.
+        If shapes or sums do not agree, or a number is out of its range. Points and
+        weights of NumPy arrays are looked at, too: all must be finite.
 
     Notes
     -----
-    Each update of a potential is one `logsumexp` over the other cloud. Epsilon starts
-    at the squared diameter of the clouds and is divided by 4 in each step until it
-    reaches its final value. There, updates are overrelaxed [3]_ according to how fast
-    the marginals converge. If both clouds are the same array with the same weights,
-    there is a single potential, which is averaged with its update [2]_. On a GPU the
-    error is read every tenth iteration, and nothing waits in between. From 2^32 pairs
-    on, and on NumPy, it is read in every iteration. On NumPy, float64 starts with
-    log-sums in float32.
+    Each update of a potential is one `logsumexp` over the other cloud. Epsilon falls
+    from the clouds' squared diameter to its last value, by 4 a step; there updates are
+    overrelaxed [3]_, by the rate of convergence that the marginals show. Where both
+    clouds are one array with one weight, so are the potentials, which then are averaged
+    with their updates [2]_. The error is read each tenth iteration; in between nothing
+    waits for a GPU. On NumPy each error is looked at, and float64 begins with log-sums
+    of float32.
 
     References
     ----------
@@ -342,13 +339,13 @@ def sinkhorn_divergence(
 
     As described in [1]_.
 
-    It is never negative, and 0 if the clouds are the same. Its gradient moves one cloud
-    onto the other, whereas the gradient of `sinkhorn` alone would also shrink it.
+    It is 0 where both are the same, never below, and has a gradient that moves one
+    cloud to the other, which the entropy alone would shrink.
 
     Parameters
     ----------
     x, y, a, b, epsilon, reach, tol, max_iter, precision, progress
-        As in `sinkhorn`, which is called for x and y, x and x, and y and y.
+        As of `sinkhorn`, which is called for x and y, x and x, y and y.
 
     Returns
     -------
@@ -422,8 +419,6 @@ class _Solver:
             sides[1].potential = sides[0].potential
         # The first iterations on NumPy need no more digits, and take half the time.
         self.coarse = xp is np and sides[0].points.dtype == np.float64
-        pairs = math.prod(side.points.shape[-2] for side in sides)
-        self.looks_always = xp is np or pairs >= _MANY_PAIRS
         self.middle, self.box = _middle_and_box(xp, sides)
 
     def target(self, side, other, epsilon):
@@ -488,11 +483,11 @@ class _Solver:
             for _ in range(count):
                 found = self.step(epsilon, factor)
                 done += 1
-                if not self.looks_always:
+                if self.xp is not np:
                     continue  # a look would wait for the GPU
-                if max(map(float, found)) <= tol and not self.coarse:
+                if max(found) <= tol and not self.coarse:
                     break
-                self.coarse &= max(map(float, found)) > shows
+                self.coarse &= bool(max(found) > shows)
             last = max(float(error) for error in found)
             errors.append(last)
             if progress is not None:

@@ -14,7 +14,8 @@ But that sum is known, unless lse is over more keys than the call has: where the
 matters, dS gets it in proportion to P (`_Rows.balance`). Over some of the keys alone
 the rows say what they add up to, and whoever has all keys adds it (`RowSums`).
 
-A task owns what it sums, and adds in one order: results are the same in every run.
+Small heads go many at a time (`backward_entries`). A task owns what it sums, and adds
+in one order: results are the same in every run.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupyflash._attention.cpu import entries, functions
+from cupyflash._attention.cpu import backward_entries, entries, functions
 from cupyflash._attention.cpu.block import (
     Part,
     Task,
@@ -41,13 +42,6 @@ from cupyflash._core import threads as _threads
 
 # Numbers that are added up at a time; Ctrl-C waits for each step.
 _ADDED = 1 << 20
-# Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
-_MAY_BE_LOST = {
-    "float16": 2.0**-10,
-    "bfloat16": 2.0**-7,
-    "float32": 2.0**-19,
-    "float64": 2.0**-48,
-}
 
 
 def run(problem, operands, row_sums=None):
@@ -61,17 +55,22 @@ def run(problem, operands, row_sums=None):
         problem = replace(problem, forward=forward)
         operands = operands._replace(forward=inputs)
     dtype = arrays.to_dtype(forward.dtype)
-    dq = np.empty(problem.q_shape, dtype)
-    dk = np.empty(problem.k_shape, dtype)
-    dv = np.empty(problem.v_shape, dtype)
-    dbias = dsinks = None
+    # Not all keys may be seen.
+    grads = AttentionGrads(
+        dq=np.empty(problem.q_shape, dtype),
+        dk=np.zeros(problem.k_shape, dtype),
+        dv=np.zeros(problem.v_shape, dtype),
+    )
+    if problem.need_dbias:
+        dbias = np.zeros(problem.bias_shape, arrays.to_dtype(forward.bias))
+        grads = grads._replace(dbias=dbias)
     if problem.need_dsinks:
         dsinks = np.empty(problem.sinks_shape, arrays.to_dtype(forward.sinks))
-    dscore = _main(problem, operands, dq, dk, dv, dsinks, row_sums)
-    if problem.need_dbias:
-        dbias = np.empty(problem.bias_shape, arrays.to_dtype(forward.bias))
-        _bias(problem, operands, aligned_bias(dbias, forward))
-    return AttentionGrads(dq, dk, dv, dbias, dsinks, dscore)
+        grads = grads._replace(dsinks=dsinks)
+    dscore = _main(problem, operands, grads, row_sums)
+    if problem.need_dbias and not in_boxes(problem, row_sums):
+        _bias(problem, operands, aligned_bias(grads.dbias, forward))
+    return grads._replace(dscore=dscore)
 
 
 def _block_shape(forward):
@@ -91,13 +90,16 @@ def describe(problem, operands):
     """What would run; nothing does."""
     forward, _ = functions.as_options(problem.forward, operands.forward)
     rows, keys = _block_shape(forward)
+    boxes = in_boxes(problem)
+    again = problem.need_dbias and not boxes
     return {
         "kernel": "tiled",
+        "heads_of_a_task": backward_entries.heads_of_a_box(problem) if boxes else 1,
         "rows_of_a_task": min(forward.seqlen_q, rows),
         "keys_of_a_block": keys,
-        "parts_of_the_queries": _num_parts(forward),
+        "parts_of_the_queries": 1 if boxes else _num_parts(forward),
         "threads": _threads.with_blas(num_threads(forward)),
-        "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
+        "blocks_made_twice": "for dbias" if again else "none",
         **functions.describe(
             problem.forward,
             operands.forward,
@@ -165,10 +167,9 @@ class _Rows(Part):
             np.multiply(slope, slope, out=slope)
             np.subtract(1, slope, out=slope)
         if self.functions is not None and self.functions.has_score:
-            value, of_function, self._reads = self.functions.differentiate(
+            of_function, self._reads = self.functions.differentiate(
                 p, start, stop, self._names
             )
-            np.copyto(p, value)
             if of_function is not None:
                 slope = of_function if slope is None else slope * of_function
         self.add_and_hide(p, start, stop)
@@ -237,7 +238,7 @@ class _Rows(Part):
         """Add to dq, in place, what dS lacks of its sums, where that matters."""
         start, stop = self.visible_keys()
         lost = _largest(self.down - self.sum_ds) * _largest(self.k[start:stop])
-        if lost <= _MAY_BE_LOST[self.problem.dtype] * _largest(dq):
+        if lost <= backward_entries.MAY_BE_LOST[self.problem.dtype] * _largest(dq):
             return
         for start, stop in self.key_blocks(size):
             p, _, slope, visible = self.block(start, stop, exact=True)
@@ -282,23 +283,29 @@ class _Sum:
     its terms go as they come; `finish` adds those up.
     """
 
-    def __init__(self, gradient, num_parts, batch, num_groups):
+    def __init__(self, gradient, shape, num_groups, num_parts=1):
         self._gradient, self._sums = gradient, None
-        self.is_shared = num_parts > 1 or gradient.shape[: len(batch)] != batch
+        self.is_shared = num_parts > 1 or gradient.shape != shape
         if self.is_shared:
             self._sums = np.zeros((num_groups, *gradient.shape))
 
-    def add(self, group, entry, rows, term):
-        """Add what a head of a batch entry gives to some rows."""
+    def add(self, group, where, term):
+        """Add a term of the scores at `where`, slices of the first axes."""
         target = self._gradient if self._sums is None else self._sums[group]
-        entry = tuple(
-            0 if n == 1 else i for i, n in zip(entry, target.shape, strict=False)
-        )
-        target = target[entry][rows]
+        sizes = zip(where, target.shape, strict=False)
+        target = target[tuple(slice(1) if n == 1 else part for part, n in sizes)]
         if self._sums is None:
             np.copyto(target, term, casting="unsafe")
-        else:
-            np.add(target, term, out=target)
+            return
+        shape = (1,) * (target.ndim - term.ndim) + term.shape
+        axes = tuple(
+            axis
+            for axis, (n, m) in enumerate(zip(target.shape, shape, strict=True))
+            if n != m
+        )
+        if axes:
+            term = np.add.reduce(term, axes, np.float64, None, True)
+        np.add(target, term, out=target)
 
     def finish(self):
         """Store the sum of all groups."""
@@ -314,20 +321,36 @@ def _groups(tasks, num_groups):
     return [(i, tasks[i * size : (i + 1) * size]) for i in range(num_groups)]
 
 
-def _main(problem, operands, dq, dk, dv, dsinks, row_sums):
+def _main(problem, operands, grads, row_sums):
+    """Compute all gradients but that of the bias, which boxes of heads add to, too."""
     forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
-    (size, size_k), num_parts = _block_shape(forward), _num_parts(forward)
+    size, size_k = _block_shape(forward)
     starts = range(0, forward.seqlen_q, size)
-    tasks = list(np.ndindex(*forward.batch, forward.num_kv_heads, num_parts))
+    kv_heads = (*forward.batch, forward.num_kv_heads)
+    heads = (*kv_heads, forward.group_size)
+    boxes, num_parts = None, 1
+    if in_boxes(problem, row_sums):
+        boxes = backward_entries.EntryGradients(problem, operands)
+        a_box = backward_entries.heads_of_a_box(problem)
+        tasks = list(entries.boxes_of(kv_heads, a_box))
+    else:
+        num_parts = _num_parts(forward)
+        tasks = list(np.ndindex(*kv_heads, num_parts))
     threads = max(1, min(num_threads(forward), len(tasks)))
-    sums = [
-        _Sum(aligned(x, forward), n, forward.batch, threads)
-        for x, n in ((dq, 1), (dk, num_parts), (dv, num_parts))
-    ]
+    of_q, of_k, of_v = (aligned(x, forward) for x in (grads.dq, grads.dk, grads.dv))
+    of_q = entries.split_heads(of_q, forward)
+    sum_dq = _Sum(of_q, (*heads, *of_q.shape[-2:]), threads)
+    sum_dk, sum_dv = (
+        _Sum(x, (*kv_heads, *x.shape[-2:]), threads, num_parts) for x in (of_k, of_v)
+    )
+    sums = [sum_dq, sum_dk, sum_dv]
+    if boxes and problem.need_dbias:
+        of_bias = entries.split_heads(aligned_bias(grads.dbias, forward), forward)
+        sum_dbias = _Sum(of_bias, (*heads, forward.seqlen_q, forward.seqlen_k), threads)
+        sums.append(sum_dbias)
     # Which task adds to which sum, and when, must not be left to chance.
     shared = bool(problem.need_dscore) or any(x.is_shared for x in sums)
     groups = _groups(tasks, threads if shared else max(1, len(tasks)))
-    sum_dq, sum_dk, sum_dv = sums
     named = {
         name: operands.forward.functions.score.arrays[name]
         for name in problem.need_dscore
@@ -335,21 +358,38 @@ def _main(problem, operands, dq, dk, dv, dsinks, row_sums):
     dscores = [
         {name: np.zeros(array.shape) for name, array in named.items()} for _ in groups
     ]
-    sink_terms = np.zeros((len(starts), *forward.batch, forward.num_heads))
+    sink_terms = np.zeros((len(starts), *heads))
 
     def one_group(group, scratch):
         number, tasks = group
         for task in tasks:
-            one_head(number, task, scratch)
+            (one_box if boxes else one_head)(number, task, scratch)
+
+    def one_box(group, box, scratch):
+        """Some heads of k and v, and their query heads."""
+        every = slice(None)
+        for here, terms in boxes.terms(box, scratch):
+            sum_dq.add(group, (*here, every, every), terms.dq)
+            sum_dk.add(group, (*here, terms.keys), terms.dk)
+            sum_dv.add(group, (*here, terms.keys), terms.dv)
+            if problem.need_dbias:
+                sum_dbias.add(group, (*here, every, every, terms.keys), terms.ds)
+            if terms.dsinks is not None:
+                sink_terms[(0, *here)] = terms.dsinks
+            for reads in terms.reads:
+                total = dscores[group][reads.name]
+                functions.add_reads(total, reads, terms.ds, terms.visible)
 
     def one_head(group, task, scratch):
         """One head of k and v, and a part of the rows of its query heads."""
         *batch, kv_head, part = task
+        here = tuple(slice(i, i + 1) for i in (*batch, kv_head))
         dk = np.zeros((forward.seqlen_k, forward.head_dim), dtype)
         dv = np.zeros((forward.seqlen_k, forward.head_dim_v), dtype)
         factor = dtype.type(0)
-        first = kv_head * forward.group_size
-        for head in range(first, first + forward.group_size):
+        for of_group in range(forward.group_size):
+            head = kv_head * forward.group_size + of_group
+            of_head = (*here, slice(of_group, of_group + 1))
             # Every so many blocks of rows: causal ones grow with their number.
             for number in range(part, len(starts), num_parts):
                 start = starts[number]
@@ -367,29 +407,35 @@ def _main(problem, operands, dq, dk, dv, dsinks, row_sums):
                 if row_sums is not None:
                     which = *batch, head, slice(rows.start, rows.stop)
                     row_sums.add(which, rows.sums())
-                sum_dq.add(group, (*batch, head), slice(start, stop), dq)
+                sum_dq.add(group, (*of_head, slice(start, stop)), dq)
                 if problem.need_dsinks:
                     terms = rows.of_sink * rows.delta
-                    sink_terms[(number, *batch, head)] = -terms.sum()
+                    sink_terms[(number, *of_head)] = -terms.sum()
         np.multiply(dk, factor, out=dk)
-        sum_dk.add(group, (*batch, kv_head), slice(None), dk)
-        sum_dv.add(group, (*batch, kv_head), slice(None), dv)
+        sum_dk.add(group, here, dk)
+        sum_dv.add(group, here, dv)
 
     _threads.for_each_with_blas(one_group, groups, num_threads(forward))
     with np.errstate(all="ignore"):
         for x in sums:
             x.finish()
-        if dsinks is not None:
-            total = sink_terms.sum(axis=tuple(range(sink_terms.ndim - 1)))
-            if dsinks.size != total.size:  # one sink for all heads
+        if problem.need_dsinks:
+            total = sink_terms.sum(axis=tuple(range(sink_terms.ndim - 2))).ravel()
+            if grads.dsinks.size != total.size:  # one sink for all heads
                 total = total.sum()
-            np.copyto(dsinks, total.reshape(dsinks.shape), casting="unsafe")
+            total = total.reshape(grads.dsinks.shape)
+            np.copyto(grads.dsinks, total, casting="unsafe")
         if not named:
             return None
         return {
             name: np.asarray(sum(x[name] for x in dscores), dtype=array.dtype)
             for name, array in named.items()
         }
+
+
+def in_boxes(problem, row_sums=None):
+    """Whether heads go many at a time."""
+    return row_sums is None and backward_entries.takes(problem)
 
 
 def _one_block_of_rows(rows, size_k, dq, dk, dv, dscore):

@@ -81,6 +81,16 @@ def shape_of_a_box(problem):
     return max(1, min(most, total)), rows
 
 
+def has_whole_entries(problem):
+    """Whether a box has all rows of an entry, and the heads of a group fit into one."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    return (
+        takes(problem)
+        and 0 < rows * keys * problem.group_size <= _scores_of_a_box(problem)
+        and _rows_of_a_box(problem) == rows
+    )
+
+
 def _rows_of_a_box(problem):
     """As many as fit, in parts of one size."""
     rows, keys = problem.seqlen_q, problem.seqlen_k
@@ -103,7 +113,7 @@ def _is_small_for_blas(problem):
 
 def run(problem, operands, out, lse):
     """Compute all boxes."""
-    entries = _Entries(problem, operands, out, lse)
+    entries = Entries(problem, operands, out, lse)
     size, rows = shape_of_a_box(problem)
     boxes = [
         (*index, slice(start, min(start + rows, problem.seqlen_q)))
@@ -165,10 +175,16 @@ def _weigh(s, v, o, sink, hides):
     return np.divide(o, divisor, o), base, d, divisor
 
 
+def is_finite(x):
+    """Whether all of x is finite, and its squares are: they do not cancel."""
+    flat = x.ravel()
+    return math.isfinite(flat.dot(flat))
+
+
 class Direct:
     """A call of one box in the calling thread, which needs no checks: one had them.
 
-    It does what `_Entries.compute` does, for contiguous arrays and few options.
+    It does what `Entries.compute` does, for contiguous arrays and few options.
     """
 
     @staticmethod
@@ -259,10 +275,9 @@ class Direct:
         out, *_ = _weigh(s, v, None, None, self._may_hide)
         if self._blind_rows is not None:
             out[..., self._blind_rows, :] = 0
-        # Squares do not cancel; those that overflow take the long way, too, as do rows
-        # that see no key by their bias: they are NaN.
-        flat = out.ravel()
-        return out if math.isfinite(flat.dot(flat)) else None
+        # What overflows takes the long way, too, as do rows that see no key by their
+        # bias: they are NaN.
+        return out if is_finite(out) else None
 
 
 def _all_pairs():
@@ -288,7 +303,19 @@ def boxes_of(shape, size):
     return itertools.product(*ranges)
 
 
-class _Entries:
+def split_heads(x, problem):
+    """`x` with the axis of query heads, behind those of the batch, as two.
+
+    These are the heads of k and v, and the query heads of each; one head that stands
+    for all becomes one and one.
+    """
+    at, heads = len(problem.batch), (problem.num_kv_heads, problem.group_size)
+    if x.shape[at] != problem.num_heads:
+        heads = 1, 1
+    return x.reshape(x.shape[:at] + heads + x.shape[at + 1 :])
+
+
+class Entries:
     """The operands with axes (*batch, kv_heads, heads of a group), then a matrix."""
 
     def __init__(self, problem, operands, out, lse):
@@ -311,25 +338,21 @@ class _Entries:
             or problem.has_functions
         )
 
-        def split(x, axis):
-            """`x` with the axis of query heads as two."""
-            return x.reshape(x.shape[:axis] + heads + x.shape[axis:][1:])
-
-        at = self._num_batch
-        self._q, self._out = split(operands.q, at), split(out, at)
+        self._q, self._out = (split_heads(x, problem) for x in (operands.q, out))
         self._k, self._v = (
-            x[(slice(None),) * (at + 1) + (None,)] for x in (operands.k, operands.v)
+            x[(slice(None),) * (self._num_batch + 1) + (None,)]
+            for x in (operands.k, operands.v)
         )
-        self._lse = split(lse, at) if problem.return_lse else None
+        self._lse = split_heads(lse, problem) if problem.return_lse else None
         self._bias, self._mask, self._slopes = (
-            None if x is None else split(x, at)
+            None if x is None else split_heads(x, problem)
             for x in (operands.bias, operands.mask, operands.alibi_slopes)
         )
         self._sinks = None
         if operands.sinks is not None:
             with np.errstate(all="ignore"):  # far below float32 there is no sink
                 sinks = operands.sinks.astype(self.dtype)
-            self._sinks = split(sinks, 0)[..., None, None]
+            self._sinks = sinks.reshape(heads)[..., None, None]
         self._numbers_of_batch = _numbers(problem.batch)[..., None, None, None, None]
         self._numbers_of_heads = _numbers(heads)[..., None, None]
         self._length_k, self._length_q, self._offset = (
@@ -345,25 +368,16 @@ class _Entries:
         """Store the rows of a box."""
         *entries, rows = box
         entries = tuple(entries)
-        here = (*entries, rows)
-        # k and v have one head for a group.
-        shared = (*entries[:-1], slice(None))
         first, last = self._visible_keys(rows)
-        k = self._load(scratch, "k", self._k[(*shared, slice(first, last))])
-        q, factor = self._queries(scratch, self._q[here], k)
-        s = self._matrices(scratch, "s", (*q.shape[:-1], last - first), self.dtype)
-        np.matmul(q, k.swapaxes(-1, -2), out=s)
-        if factor != 1:
-            np.multiply(s, factor, out=s)
+        k, v = self._keys_and_values(entries, first, last, scratch)
+        s, _, _ = self._products(entries, rows, k, scratch)
         self._finish(s, entries, rows, first, last, scratch)
-        v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
         o = out = self._out[box]
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             o = scratch.array("o", out.shape, self.dtype)
         sink = None if self._sinks is None else self._sinks[entries[-2:]]
         _, base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
-        flat = o.ravel()
-        if not math.isfinite(flat.dot(flat)):  # squares do not cancel
+        if not is_finite(o):
             self._repair(box, o, s, v, divisor)
         if o is not out:
             np.copyto(out, o, casting="unsafe")
@@ -375,6 +389,23 @@ class _Entries:
             return scratch.array(name, shape, dtype)
         *entries, rows, keys = shape
         return scratch.array(name, (*entries, keys, rows), dtype).swapaxes(-1, -2)
+
+    def _keys_and_values(self, entries, first, last, scratch):
+        """Keys [first, last) and their values; they have one head for a group."""
+        where = (*entries[:-1], slice(None), slice(first, last))
+        return self._load(scratch, "k", self._k[where]), self._load(
+            scratch, "v", self._v[where]
+        )
+
+    def _products(self, entries, rows, k, scratch):
+        """(scores, queries, factor): q k^T, times the factor that is not in q."""
+        q, factor = self._queries(scratch, self._q[(*entries, rows)], k)
+        shape = (*q.shape[:-1], k.shape[-2])
+        s = self._matrices(scratch, "s", shape, self.dtype)
+        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        if factor != 1:
+            np.multiply(s, factor, out=s)
+        return s, q, factor
 
     def _queries(self, scratch, q, k):
         """(q, factor of the scores); a power of two goes into q."""
@@ -407,22 +438,28 @@ class _Entries:
 
     def _finish(self, s, entries, rows, first, last, scratch):
         """Softcap, score function, bias, alibi and masks, in place."""
-        problem, dtype = self.problem, self.dtype
-        if problem.softcap:
-            cap = dtype.type(problem.softcap)
+        self._cap(s)
+        functions = self._functions(s, entries, rows, first, last)
+        if functions is not None:
+            functions.change(s)
+        self._add_and_hide(s, entries, rows, first, last, scratch, functions)
+
+    def _cap(self, s):
+        """Softcap, in place."""
+        if self.problem.softcap:
+            cap = self.dtype.type(self.problem.softcap)
             np.tanh(np.divide(s, cap, out=s), out=s)
             np.multiply(s, cap, out=s)
-        functions = None
-        if self._operands.functions is not None and s.size:
-            functions = self._functions(s.shape, entries, rows, first, last)
-            functions.change(s)
+
+    def _add_and_hide(self, s, entries, rows, first, last, scratch, functions):
+        """Bias, alibi and masks, in place."""
         if self._bias is not None:
             bias = self._bias[(*entries, rows, slice(first, last))]
             np.add(s, bias, out=s, casting="unsafe")
         if self._slopes is not None:
-            slopes = self._slopes[entries].astype(dtype)[..., None, None]
+            slopes = self._slopes[entries].astype(self.dtype)[..., None, None]
             i, j = self._positions(entries, rows, first, last)
-            np.subtract(s, slopes * np.abs(i - j).astype(dtype), out=s)
+            np.subtract(s, slopes * np.abs(i - j).astype(self.dtype), out=s)
         self._hide(s, entries, rows, first, last, scratch)
         if functions is not None:
             functions.hide(s)
@@ -438,17 +475,18 @@ class _Entries:
         i = np.arange(rows.start, rows.stop)[:, None] + self._offset_of(entries)
         return i, np.arange(first, last)
 
-    def _functions(self, shape, entries, rows, first, last):
-        """Score and mask functions on the scores of a box, of this shape."""
+    def _functions(self, s, entries, rows, first, last):
+        """Score and mask functions on the scores of a box; None if there are none."""
+        if self._operands.functions is None or not s.size:
+            return None
         batch = entries[: self._num_batch]
 
         def visible_by_options():
-            probe = np.zeros(shape, self.dtype)
+            probe = np.zeros(s.shape, self.dtype)
             self._hide(probe, entries, rows, first, last, _threads.Scratch())
             seen = probe == 0
             if self._length_q is not None:
-                i = np.arange(rows.start, rows.stop)[:, None]
-                seen &= i < self._length_q[batch]
+                seen &= ~self._padding(entries, rows)
             return seen
 
         places = positions(
@@ -484,13 +522,17 @@ class _Entries:
             hidden = self._matrices(scratch, "hidden", mask.shape, np.bool_)
             np.copyto(s, -np.inf, where=np.logical_not(mask, out=hidden))
 
+    def _padding(self, entries, rows):
+        """Which rows are beyond the query lengths, (batch, 1, 1, rows, 1)."""
+        lengths = self._length_q[tuple(entries[: self._num_batch])]
+        return np.arange(rows.start, rows.stop)[:, None] >= lengths
+
     def _store_rest(self, box, out, base, d):
         """Padding, and the logarithms; a row that sees no key has that of the sink."""
         *entries, rows = box
         padding = None
         if self._length_q is not None:
-            i = np.arange(rows.start, rows.stop)[:, None]
-            padding = i >= self._length_q[tuple(entries[: self._num_batch])]
+            padding = self._padding(entries, rows)
             np.copyto(out, 0, where=padding)
         if self._lse is not None:
             lse = self._lse[box]

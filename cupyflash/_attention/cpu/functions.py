@@ -90,6 +90,23 @@ class TileFunctions:
             (value,) = self.evaluate([root], s)
             np.copyto(s, value)
 
+    def differentiate(self, s, names=()):
+        """(derivative by s or None for 1, reads of some arrays); s as by `change`."""
+        root, slope, reads = self._score.expression.of_tiles
+        reads = [read for read in reads if read[0] in names]
+        roots = [root, slope]
+        roots += [x for _, index, partial in reads for x in (*index, partial)]
+        found = self.evaluate(roots, s)
+        # s changes, and may be a derivative as it stands.
+        value, by_s, *rest = (x.copy() if x is s else x for x in found)
+        values = iter(rest)
+        reads = [
+            Reads(name, list(itertools.islice(values, len(index))), next(values))
+            for name, index, _ in reads
+        ]
+        np.copyto(s, value)
+        return None if is_const(slope, 1) else by_s, reads
+
     def hide(self, s):
         """Put -inf where the mask function hides a key."""
         if self._mask is not None:
@@ -100,6 +117,11 @@ class TileFunctions:
         return self._evaluate(
             self._score, roots, {**self._places, "s": s}, self._visible
         )
+
+    @property
+    def has_score(self):
+        """Whether scores change."""
+        return self._score is not None
 
     def _seen(self):
         """What the mask function gives."""
@@ -139,23 +161,8 @@ class BlockFunctions:
         self._of_block(start, stop).change(s)
 
     def differentiate(self, s, start, stop, names=()):
-        """(score, its derivative by s or None for 1, the reads of some arrays)."""
-        root, slope, reads = self._score.expression.of_tiles
-        reads = [read for read in reads if read[0] in names]
-        roots = [root, slope]
-        roots += [x for _, index, partial in reads for x in (*index, partial)]
-        found = self._of_block(start, stop).evaluate(roots, s)
-        # The caller overwrites s, which may be a derivative as it stands.
-        value, by_s, *rest = (x.copy() if x is s else x for x in found)
-        values = iter(rest)
-        return (
-            value,
-            None if is_const(slope, 1) else by_s,
-            [
-                Reads(name, list(itertools.islice(values, len(index))), next(values))
-                for name, index, _ in reads
-            ],
-        )
+        """`TileFunctions.differentiate` of keys [start, stop)."""
+        return self._of_block(start, stop).differentiate(s, names)
 
     def hide(self, s, start, stop):
         """Put -inf where the mask function hides a key."""
@@ -204,7 +211,8 @@ def add_reads(total, reads, gradient, visible):
     if not total.size:
         return
     term = np.where(visible, gradient * reads.partial, 0)
-    shape = np.broadcast_shapes((1, 1), *(index.shape for index in reads.places))
+    ones = (1,) * term.ndim
+    shape = np.broadcast_shapes(ones, *(index.shape for index in reads.places))
     axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
     term = term.sum(axis=axes, keepdims=True, dtype=np.float64)
     flat = np.zeros(shape, np.int64)

@@ -627,6 +627,53 @@ def test_products_beyond_float32_whose_scores_are_not(rows_keys, scale, size, me
         assert all(np.isfinite(x).all() for x in grads[:3])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": 3, "softcap": 5.0}, {"bias": True},
+     {"sinks": True}, {"lengths": True}, {"dlse": True}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_gradients_of_small_heads_do_not_depend_on_others(rng, options, dtype, bad):
+    """Many go in one product; each gets what it gets alone, to the bit."""
+    options, heads, (rows, keys) = dict(options), 40, (9, 12)
+    q, dout = rng.normal(size=(2, heads, 2, rows, 8)).astype(dtype)
+    k, v = rng.normal(size=(2, heads, 1, keys, 8)).astype(dtype)
+    if bad is not None:
+        k[3, 0, 5], dout[17, 1, 2] = bad, bad
+    if options.pop("bias", False):
+        options["bias"] = rng.normal(size=(heads, 2, rows, keys)).astype(dtype)
+    if options.pop("sinks", False):
+        options["sinks"] = np.array([0.5, -1], dtype)
+    if options.pop("lengths", False):
+        options["key_lengths"] = rng.integers(0, keys + 1, heads)
+        options["query_lengths"] = rng.integers(0, rows + 1, heads)
+    has_dlse = options.pop("dlse", False)
+
+    def gradients(which):
+        given = {
+            name: x[which] if isinstance(x, np.ndarray) and x.shape[0] == heads else x
+            for name, x in options.items()
+        }
+        out, lse = cupyflash.attention(
+            q[which], k[which], v[which], return_lse=True, **given
+        )
+        call = dout[which], q[which], k[which], v[which], out, lse
+        dlse = np.cos(lse) if has_dlse else None
+        given |= {"dlse": dlse, "need_dbias": "bias" in given}
+        told = cupyflash.explain("attention_vjp", *call, **given).details
+        return cupyflash.attention_vjp(*call, **given), told
+
+    together, told = gradients(slice(None))
+    assert told["heads_of_a_task"] == heads
+    for head in range(heads):
+        alone, _ = gradients(slice(head, head + 1))
+        for a, b in zip(alone, together, strict=True):
+            if a is not None:
+                np.testing.assert_array_equal(a[0], b[head])
+
+
 # --- what Ctrl-C waits for -----------------------------------------------------------
 
 

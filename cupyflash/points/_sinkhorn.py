@@ -13,15 +13,19 @@ from cupyflash._points import problem as points_problem
 from cupyflash.points._reductions import logsumexp, mean
 
 # Iterations from one look at the marginals to the next.
-_LOOK = 10
-# Of one epsilon to the next, and iterations at each, on the way down to the last.
-_SCALING, _STEPS = 0.25, 2
+_LOOK = 5
+# Of one epsilon to the next, on the way down to the last.
+_SCALING = 0.25
 # Errors of marginals, by the squared diameter in epsilons, from which on log-sums are
 # float64, and the largest.
 _COARSE, _COARSEST = 1e-5, 0.02
 _TOL = {"float32": 1e-4, "float64": 1e-6}
-# Of estimates of the rate of convergence.
-_SLOWEST = 0.9999
+# Differences of iterations that the acceleration keeps. More save few iterations.
+_DEPTH = 5
+# A difference whose square keeps less than this beside the others brings no direction.
+_INDEPENDENT = 1e-8
+# An extrapolation that makes the error this many times the least so far is undone.
+_WORSE = 2.0
 
 
 def _logarithm(xp, weights):
@@ -256,12 +260,13 @@ def sinkhorn(
     Notes
     -----
     Each update of a potential is one `logsumexp` over the other cloud. Epsilon falls
-    from the clouds' squared diameter to its last value, by 4 a step; there updates are
-    overrelaxed [3]_, by the rate of convergence that the marginals show. Where both
-    clouds are one array with one weight, so are the potentials, which then are averaged
-    with their updates [2]_. The error is read each tenth iteration; in between nothing
-    waits for a GPU. On NumPy each error is looked at, and float64 begins with log-sums
-    of float32.
+    from the clouds' squared diameter to its last value, by a factor of 4 an iteration.
+    There the iteration is accelerated as described in [3]_ and [4]_, from its last 5
+    differences. An extrapolation that more than doubles the error is undone, and plain
+    iterations follow, so that it converges whenever they do. Where both clouds are one
+    array with one weight, so are the potentials, which are then averaged with their
+    updates [2]_. The error is read every fifth iteration; in between nothing waits for
+    a GPU. On NumPy every error is read, and float64 begins with log-sums of float32.
 
     References
     ----------
@@ -269,8 +274,10 @@ def sinkhorn(
        NeurIPS 2013.
     .. [2] T. Séjourné, J. Feydy et al., "Sinkhorn divergences for unbalanced optimal
        transport", arXiv:1910.12958, 2019.
-    .. [3] A. Thibault, L. Chizat et al., "Overrelaxed Sinkhorn-Knopp algorithm for
-       regularized optimal transport", Algorithms 14, 2021.
+    .. [3] D. G. Anderson, "Iterative procedures for nonlinear integral equations",
+       Journal of the ACM 12, 1965.
+    .. [4] H. F. Walker, P. Ni, "Anderson acceleration for fixed-point iterations",
+       SIAM Journal on Numerical Analysis 49, 2011.
 
     Examples
     --------
@@ -435,69 +442,68 @@ class _Solver:
             target = target * (self.strength / (self.strength + epsilon))
         return target
 
-    def step(self, epsilon, factor=1.0):
-        """Update both sides; the error of the marginals before, on the device."""
-        errors = []
+    def step(self, epsilon):
+        """(what the columns' potential becomes, the error of the marginals now).
+
+        The rows' potential is updated first, so that they are met.
+        """
+        rows, columns = self.sides
         if self.same:
-            side = self.sides[0]
-            target = self.target(side, self.sides[1], epsilon)
-            errors.append(self.error(side, target, epsilon))
-            side.potential = 0.5 * (side.potential + target)
-            self.sides[1].potential = side.potential
-            return errors
-        for side, other in (self.sides, self.sides[::-1]):
-            target = self.target(side, other, epsilon)
-            errors.append(self.error(side, target, epsilon))
-            if factor == 1.0:
-                side.potential = target
-            else:
-                side.potential = (1 - factor) * side.potential + factor * target
-        return errors
+            target = self.target(rows, columns, epsilon)
+            error = self.error(rows, target, epsilon)
+            return 0.5 * (rows.potential + target), error
+        rows.potential = self.target(rows, columns, epsilon)
+        target = self.target(columns, rows, epsilon)
+        return target, self.error(columns, target, epsilon)
+
+    def move(self, potential):
+        """Give the columns a potential; the rows, too, where they are the same."""
+        self.sides[1].potential = potential
+        if self.same:
+            self.sides[0].potential = potential
 
     def error(self, side, target, epsilon):
-        """L1 error of a marginal, as a part of its sum: the largest of the batch."""
+        """L1 error of a marginal, as a part of its sum; on the device."""
         xp = self.xp
         excess = xp.minimum((side.potential - target) / epsilon, 50.0)
         parts = side.weights * xp.abs(xp.expm1(excess))
         parts = xp.where(side.weights > 0, parts, 0.0).sum(axis=-1)
         total = side.weights.sum(axis=-1)
-        parts = parts / xp.where(total > 0, total, 1)
-        return parts.max() if parts.size else 0.0
+        return parts / xp.where(total > 0, total, 1)
 
     def anneal(self, epsilon):
-        """A few steps at each epsilon from the clouds' squared diameter down."""
+        """A step at each epsilon from the clouds' squared diameter down."""
         at = self.box
         while math.isfinite(at) and at > epsilon:
-            for _ in range(_STEPS):
-                self.step(at)
+            self.move(self.step(at)[0])
             at *= _SCALING
 
     def solve(self, epsilon, tol, max_iter, progress):
         """Iterate until the marginals are met; (iterations, error)."""
-        factor, errors, done, last = 1.0, [], 0, math.inf
+        done, last = 0, math.inf
         # What errors of float32 potentials let the marginals show.
         shows = _COARSE * (1 + self.box / epsilon)
         self.coarse &= shows < _COARSEST
+        columns = self.sides[1]
+        acceleration = _Anderson(self.xp, columns.weights, epsilon)
         while done < max_iter:
-            count = min(_LOOK, max_iter - done)
-            for _ in range(count):
-                found = self.step(epsilon, factor)
-                done += 1
-                if self.xp is not np:
-                    continue  # a look would wait for the GPU
-                if max(found) <= tol and not self.coarse:
+            target, error = self.step(epsilon)
+            done += 1
+            look = done % _LOOK == 0 or done == max_iter
+            if look or self.xp is np:  # else a look would wait for the GPU
+                last = float(error.max()) if error.size else 0.0
+                met = last <= tol and not self.coarse
+                stop = met or not math.isfinite(last)
+                if progress is not None and (look or stop):
+                    progress(done, last)
+                if stop:
                     break
-                self.coarse &= bool(max(found) > shows)
-            last = max(float(error) for error in found)
-            errors.append(last)
-            if progress is not None:
-                progress(done, last)
-            if (last <= tol and not self.coarse) or not math.isfinite(last):
-                break
-            if last > 10 * errors[0]:
-                factor, errors = 1 + (factor - 1) / 2, []
-            elif len(errors) == 3 and not self.same and self.strength is None:
-                factor, errors = _overrelaxed(factor, errors), []
+                self.coarse &= last > shows
+            self.move(acceleration.next(columns.potential, target, error))
+        if done:
+            # Not an extrapolation, whose error nothing has seen: a plain update makes
+            # the last error no larger.
+            self.move(target)
         return done, last
 
     def value(self, epsilon):
@@ -517,18 +523,68 @@ class _Solver:
         return terms[0] + terms[1] - epsilon * (mass - product)
 
 
-def _overrelaxed(factor, errors):
-    """The best factor for the rate at which plain iterations converge.
+class _Anderson:
+    """Anderson's acceleration of ``g <- target(g)``, all of it on the device.
 
-    That rate, r, is the square of the largest cosine between what both updates leave as
-    it is; factor w then has the rate q of ``(q + w - 1)**2 = w**2 r q``, or w - 1 where
-    w is beyond the best (D. M. Young, 1950).
+    It keeps how the residual, target(g) - g, has changed with g in the last iterations,
+    as an orthonormal basis of those changes. The part of a residual in their span is
+    taken off, and g moves as it moved when they arose. Where the error then grows, an
+    entry of the batch goes back to the best potential so far, takes its target and
+    starts a new basis: a plain iteration makes no error larger.
     """
-    rate = (errors[2] / errors[0]) ** (1 / (2 * _LOOK))
-    if rate >= 1:
-        return 1 + (factor - 1) / 2
-    if factor > 1:
-        if rate <= factor - 1 + 0.01:
-            return factor
-        rate = (rate + factor - 1) ** 2 / (factor * factor * rate)
-    return 2 / (1 + math.sqrt(1 - min(rate, _SLOWEST)))
+
+    def __init__(self, xp, weights, epsilon):
+        self.xp, self.epsilon = xp, epsilon
+        total = weights.sum(axis=-1, keepdims=True)
+        self.weights = (weights / xp.where(total > 0, total, 1))[..., None, :]
+        self.count = 0
+
+    def next(self, potential, target, error):
+        """The potential to go on with."""
+        xp = self.xp
+        if self.count == 0:
+            self.best = error, potential, target
+            shape = *target.shape[:-1], _DEPTH, target.shape[-1]
+            self.changes = xp.zeros(shape, target.dtype)  # of the residual
+            self.moves = xp.zeros(shape, target.dtype)  # of g, at the same time
+        else:
+            least, *of_least = self.best
+            keep = (error <= _WORSE * least)[..., None]
+            self.add(potential - self.last[0], target - potential - self.last[1])
+            self.moves = xp.where(keep[..., None], self.moves, 0)
+            self.changes = xp.where(keep[..., None], self.changes, 0)
+            potential = xp.where(keep, potential, of_least[0])
+            target = xp.where(keep, target, of_least[1])
+            better = error < least
+            self.best = (
+                xp.where(better, error, least),
+                xp.where(better[..., None], potential, of_least[0]),
+                xp.where(better[..., None], target, of_least[1]),
+            )
+        self.last = potential, target - potential
+        self.count += 1
+        parts = self.products(self.changes, target - potential)
+        return target - _combined(parts, self.moves + self.changes)
+
+    def add(self, move, change):
+        """Put a direction into the basis, in the place of the oldest."""
+        xp = self.xp
+        size = self.products(change[..., None, :], change)
+        parts = self.products(self.changes, change)
+        move = move - _combined(parts, self.moves)
+        change = change - _combined(parts, self.changes)
+        left = self.products(change[..., None, :], change)
+        new = left > _INDEPENDENT * size
+        scale = xp.where(new, 1 / xp.sqrt(xp.where(new, left, 1)), 0)
+        place = self.count % _DEPTH
+        self.moves[..., place, :] = move * scale
+        self.changes[..., place, :] = change * scale
+
+    def products(self, directions, v):
+        """Inner products over the points, in epsilons and by weights."""
+        v = (v / self.epsilon)[..., None, :]
+        return (self.weights * (directions / self.epsilon) * v).sum(axis=-1)
+
+
+def _combined(parts, directions):
+    return (parts[..., None] * directions).sum(axis=-2)

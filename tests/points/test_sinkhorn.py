@@ -164,6 +164,50 @@ def test_float32():
     assert float(found.value) == pytest.approx(float(exact.value), rel=1e-4)
 
 
+@pytest.mark.parametrize("reach", [None, 2.0])
+def test_few_iterations(reach):
+    """Four times as many plain ones have not come so far."""
+    x, y, a, b = problem()
+    found = points.sinkhorn(x, y, a, b, epsilon=0.05, reach=reach, tol=1e-9)
+    assert found.converged
+    strength = None if reach is None else reach**2
+    steps = 4 * found.iterations
+    _, _, g = plain(x, y, a, b, 0.05, strength, steps)
+    _, _, later = plain(x, y, a, b, 0.05, strength, steps + 1)
+    assert (b * abs(np.expm1((g - later) / 0.05))).sum() > 1e-7
+
+
+def test_a_wrong_extrapolation_is_undone():
+    """From the best potential on, in that entry of the batch alone."""
+    weights = np.array([0.2, 0.3, 0.5])
+    acceleration = _sinkhorn._Anderson(np, weights, 0.1)
+    rng = np.random.default_rng(0)
+    g = rng.normal(size=(2, 3))
+    errors = np.array([[1.0, 1.0], [0.5, 0.5], [np.nan, 0.6], [0.4, 0.4]])
+    targets = rng.normal(size=(4, 2, 3))
+    moves = []
+    for error, target in zip(errors, targets, strict=True):
+        moves.append(acceleration.next(g, target, error))
+        g = moves[-1]
+    np.testing.assert_array_equal(moves[0], targets[0])
+    np.testing.assert_allclose(moves[2][0], targets[1][0], atol=1e-14)
+    assert abs(moves[2][1] - targets[1][1]).max() > 0.1
+    assert np.isfinite(moves).all()
+
+
+def test_acceleration_of_a_linear_map_is_exact():
+    """In as many iterations as there are dimensions, as GMRES."""
+    rng = np.random.default_rng(1)
+    matrix, at = 0.5 * rng.normal(size=(3, 3)), rng.normal(size=3)
+    fixed = np.linalg.solve(np.eye(3) - matrix, at)
+    acceleration = _sinkhorn._Anderson(np, np.full(3, 1 / 3), 1.0)
+    g = np.zeros(3)
+    for _ in range(5):
+        target = matrix @ g + at
+        g = acceleration.next(g, target, np.array(1.0))
+    np.testing.assert_allclose(g, fixed, atol=1e-12)
+
+
 def test_progress_is_told():
     told = []
     x, y, a, b = problem()

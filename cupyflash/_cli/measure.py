@@ -130,10 +130,12 @@ def interleaved(
     on_gpu: bool,
     turns: int = 7,
     warm: bool = False,
+    once_above: float = _LONG_CALL_SECONDS,
 ) -> dict[str, Timing]:
     """Time all `calls`, in an order that rotates from round to round.
 
-    With `warm` all of them have run before.
+    With `warm` all of them have run before. On a CPU, a call that takes `once_above`
+    seconds is not repeated.
     """
     if not calls:
         return {}
@@ -143,7 +145,7 @@ def interleaved(
     for i in range(turns):
         shift = i % len(names)
         for name in names[shift:] + names[:shift]:
-            if on_gpu or not samples[name] or samples[name][0] < _LONG_CALL_SECONDS:
+            if on_gpu or not samples[name] or samples[name][0] < once_above:
                 samples[name].append(turn(name))
     return {
         name: Timing(median(times), min(times), max(times), len(times))

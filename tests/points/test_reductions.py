@@ -260,3 +260,18 @@ def test_an_infinite_weight_is_an_infinite_sum(num_y):
     assert (lse == np.inf).all()
     assert np.isnan(out).all()
     assert (points.logsumexp(x, y, weights) == np.inf).all()
+
+
+@pytest.mark.parametrize("kernel", ["laplacian", "matern32", "matern52"])
+def test_near_points_after_far_ones_cost_no_digit(kernel):
+    """A row that meets a far tile first does not measure distances from there."""
+    slope = {"laplacian": 1, "matern32": 3**0.5, "matern52": 5**0.5}[kernel]
+    rng = np.random.default_rng(3)
+    near = rng.normal(size=(256, 3))
+    x = near[:40].copy()
+    x[::2] += 0.1 * rng.normal(size=(20, 3))
+    y = np.concatenate([near + 60 / (slope * 3**0.5), near])
+    gaps = x[:, None].astype(np.longdouble) - y
+    scores = pairs.LOGS[kernel](np.sqrt((gaps * gaps).sum(axis=-1)))
+    found = points.logsumexp(x, y, kernel=kernel)
+    assert np.abs(found - np.log(np.exp(scores).sum(axis=-1))).max() < 5e-15

@@ -22,6 +22,8 @@ from cupyflash._points.kernels import NAMES
 _LARGE = 16.0
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
 _ROOM, _HIGHEST = 100.0, 600.0
+# The same where the reference is a large distance, which digits of near ones lack.
+_ROOM_BEYOND = 8.0
 # The same, and the smallest score, where exponentials are float32.
 _NARROW_ROOM, _NARROW_HIGHEST, _NARROW_LEAST = 8.0, 40.0, -80.0
 _ONES = np.ones((TILE, 1), np.float32)
@@ -94,9 +96,7 @@ class _LogSum:
         self.positive = problem.kernel.name in NAMES
         # A mean of terms of both signs would show their roundings.
         self.narrow = problem.dtype == "float32" and problem.reduction == "logsumexp"
-        self.room, self.highest = (
-            (_NARROW_ROOM, _NARROW_HIGHEST) if self.narrow else (_ROOM, _HIGHEST)
-        )
+        self.highest = _NARROW_HIGHEST if self.narrow else _HIGHEST
         self.reference = None
         self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
         self.digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
@@ -104,6 +104,13 @@ class _LogSum:
             if self.reference is not None and bound < self.least() - self.digits:
                 break
             self.add(tile)
+
+    @property
+    def room(self):
+        """How far scores may be above the row's reference."""
+        if self.narrow:
+            return _NARROW_ROOM
+        return _ROOM if self.known is None else _ROOM_BEYOND
 
     def order(self):
         """(upper bound of the largest score of a tile, tile), the best first."""

@@ -133,7 +133,7 @@ gpu-record:  ## Is tests/record/gpu_record.json of these sources, and which kern
 bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
 	$(PY) -m cupyflash bench --output bench_output $(BENCH_ARGS)
 
-numbers: $(call STAMP,numbers)  ## Measure on a GPU what README and docs show (25 minutes)
+numbers: $(call STAMP,numbers)  ## Measure on a GPU what README and docs show (20 minutes)
 	$(PY) tools/measure_all.py $(NUMBERS_ARGS)
 
 tables:  ## The tables of README.md, from benchmarks/results

@@ -9,6 +9,8 @@ be imported. Rates are in TFLOP/s, on the CPU GFLOP/s.
 Operations are 4 * batch * heads * seqlen_q * seqlen_k * head_dim, half of it if causal.
 """
 
+import contextlib
+
 import attention_table
 import peers
 import timing
@@ -68,6 +70,18 @@ def measure(xp, case, on_gpu, turns, others):
 WITHOUT = "cupyflash, without"
 
 
+def call_each(cells):
+    """Our call of each cell, once, for the kernel cache."""
+    import cupy
+
+    for cell in cells:
+        q, k, v = cell.inputs(cupy)
+        with contextlib.suppress(Exception), attention_table.as_card(cell.card):
+            # Measuring will report what fails.
+            attention(q, k, v, causal=cell.causal, **cell.options(cupy))
+    cupy.cuda.Device().synchronize()
+
+
 def measure_cell(cupy, cell, turns, others):
     """Rows of one cell of the table: "auto" and its peers."""
     q, k, v = cell.inputs(cupy)
@@ -101,6 +115,7 @@ def main():
     parser = timing.arguments(__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("all", "ladder", "table"), default="all")
     peers.add_argument(parser)
+    timing.add_jobs(parser)
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
@@ -119,6 +134,7 @@ def main():
         bench_cases.report(rows, *unit)
     if on_gpu and args.part != "ladder":
         cells = [c for c in attention_table.FORWARD if args.only in c.label]
+        timing.compile_ahead(call_each, cells, jobs=args.jobs)
         for cell in console.progress(cells, "cells"):
             table += measure_cell(xp, cell, args.turns, others)
         bench_cases.report(table, *unit)

@@ -92,15 +92,15 @@ def found(result, given, exact, method):
     return kernel, largest_error(gradient[:1] if result == "dk" else gradient, exact)
 
 
-def cases(on_gpu):
+def cases(on_gpu, dtypes=_DTYPES, head_dims=_HEAD_DIMS):
     """(result, dtype, head_dim, terms, length, other, method)."""
     for result, dtype, head_dim, kind in itertools.product(
-        ("out", "dq", "dk", "dv"), _DTYPES, _HEAD_DIMS, _KINDS
+        ("out", "dq", "dk", "dv"), dtypes, head_dims, _KINDS
     ):
         for length in _LENGTHS[on_gpu]:
             for other in {**_QUERIES, **_KEYS}[result]:
                 yield result, dtype, head_dim, kind, length, other, "auto"
-            if result == "out" and head_dim == _HEAD_DIMS[0]:
+            if result == "out" and head_dim == head_dims[0]:
                 yield result, dtype, head_dim, kind, length, 1, "online"
 
 
@@ -127,11 +127,14 @@ def row(xp, rng, result, name, head_dim, kind, length, other, method):
 
 def main():
     """Measure, print the table and write the report."""
-    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--dtypes", nargs="+", choices=_DTYPES, default=_DTYPES)
+    parser.add_argument("--head-dims", nargs="+", type=int, default=_HEAD_DIMS)
+    args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     rng = xp.random.RandomState(0)
     table = []
-    for case in cases(on_gpu):
+    for case in cases(on_gpu, args.dtypes, args.head_dims):
         if args.only in " ".join(map(str, case)):
             table.append(row(xp, rng, *case))
             timing.save(args.json, "long_keys", on_gpu, rows=table)

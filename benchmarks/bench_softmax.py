@@ -2,9 +2,10 @@
 
     python benchmarks/bench_softmax.py --json benchmarks/results/softmax_h200.json
 
-Three parts. The ladder: all methods over a few shapes, for the table of the README.
+Three parts. The ladder: all methods over a few shapes, for the table of docs/speed.md.
 The table (GPU only): "auto" over every line of what is wanted, beside a copy of the
-same array in the same run. The sweep (GPU only): 200 lengths, to look for dips.
+same array in the same run; "picture" is what docs/speed.md draws of it. The sweep (GPU
+only): 200 lengths, to look for dips.
 
 GB/s count what has to move: one read and one write (logsumexp: one read; the vector-
 Jacobian products: two reads and a write). The share is that rate over the copy's, for
@@ -14,9 +15,7 @@ logsumexp over that of a sweep that only reads.
 import contextlib
 import json
 import math
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +52,13 @@ CPU_CASES = [
 ]
 
 PARTS = ("ladder", "table", "sweep")
+
+
+def is_wanted(case, parts):
+    """Whether a case of softmax_table belongs to one of the parts."""
+    if case.group == "sweep":
+        return "sweep" in parts
+    return "table" in parts or ("picture" in parts and case.is_drawn)
 
 
 # --- the ladder ----------------------------------------------------------------------
@@ -283,25 +289,6 @@ def timing_of(calls, turns):
     return rates.timed(calls, turns)
 
 
-def compile_ahead(cases, num_processes):
-    """Fill the kernel cache, many kernels at a time: one compiler is slow."""
-    # Neighbours share kernels; the sweep has many cases of few kernels.
-    sweep = [case for case in cases if case.group == "sweep"]
-    others = [case for case in cases if case.group != "sweep"]
-    chunks = [
-        part(others, i, num_processes) + part(sweep, i, num_processes)
-        for i in range(num_processes)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, spawn) as pool:
-        list(pool.map(_call_each, [chunk for chunk in chunks if chunk]))
-
-
-def part(items, i, count):
-    """The i-th of `count` parts of a list."""
-    return items[len(items) * i // count : len(items) * (i + 1) // count]
-
-
 def _call_each(cases):
     import cupy
 
@@ -316,8 +303,10 @@ def measure_table(cupy, cases, turns, torch, quack, num_processes, deadline):
     """Rows of all cases, and the rates of the ways to read."""
     import rates
 
-    if num_processes > 1:
-        compile_ahead(cases, num_processes)
+    # Neighbours share kernels; the sweep has many cases of few kernels.
+    sweep = [case for case in cases if case.group == "sweep"]
+    others = [case for case in cases if case.group != "sweep"]
+    timing.compile_ahead(_call_each, others, sweep, jobs=num_processes)
     read = rates.ReadSweep()
     limit = softmax_table.ARRAY_BYTES
     shared = Arrays(cupy, [c for c in cases if c.size * c.itemsize <= limit])
@@ -385,7 +374,9 @@ def report_table(rows):
 def main():
     """Measure, print the tables and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument(
+        "--part", nargs="+", choices=("all", *PARTS, "picture"), default=["all"]
+    )
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], metavar="FILE",
         help="reports of other parts: the report is to hold what they do",
@@ -394,15 +385,13 @@ def main():
         "--seconds", type=float, default=math.inf,
         help="begin no case after so many; another run with --add does the rest",
     )  # fmt: skip
-    parser.add_argument(
-        "--jobs", type=int, default=12, help="processes that compile ahead (1: none)"
-    )
+    timing.add_jobs(parser)
     parser.add_argument("--no-peers", action="store_true", help="the table alone")
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
     quack = timing.optional("quack") if on_gpu else None
-    parts = PARTS if args.part == "all" else (args.part,)
+    parts = PARTS if "all" in args.part else args.part
     deadline = time.monotonic() + args.seconds
     rows, table, reads = [], [], {}
     for path in args.add:
@@ -419,13 +408,13 @@ def main():
                 break
             rows += measure(xp, case, on_gpu, args.turns, torch, quack)
         bench_cases.report(rows, "GB/s", 1e9)
-    if on_gpu and parts != ("ladder",):
+    if on_gpu and {*parts} != {"ladder"}:
         xp.get_default_memory_pool().free_all_blocks()
         cases = [
             case
             for case in softmax_table.cases()
             if args.only in f"{case.group}: {case.label}"
-            and ("sweep" if case.group == "sweep" else "table") in parts
+            and is_wanted(case, parts)
             and (case.group, case.label) not in done
         ]
         peers = (None, None) if args.no_peers else (torch, quack)

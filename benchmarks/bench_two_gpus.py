@@ -51,7 +51,7 @@ ALLOWED = {"bfloat16": 2**-7, "float32": 2e-6}
 
 
 class Clock:
-    """Seconds of a call that all ranks make together, the slowest one's."""
+    """Seconds of calls that begin at the same time on all ranks."""
 
     def __init__(self, comm, on_gpu, end):
         self.comm, self.on_gpu, self.end = comm, on_gpu, end
@@ -62,7 +62,7 @@ class Clock:
         return min(float(x) for x in self.comm.all_gather(own))
 
     def seconds(self, call):
-        """Of one call; `call` may be None where a rank only waits."""
+        """Each rank's, of one call; `call` may be None where a rank only waits."""
         self._wait()
         self.comm.all_gather(b"")
         start = time.perf_counter()
@@ -70,26 +70,32 @@ class Clock:
             call()
         self._wait()
         own = repr(time.perf_counter() - start).encode()
-        return max(float(x) for x in self.comm.all_gather(own))
+        return [float(x) for x in self.comm.all_gather(own)]
 
     def medians(self, calls, at_most, compiled=False):
-        """{name: median seconds}, in turns, for some seconds and five turns at most.
+        """{name: median seconds of each rank}, in turns, five of them at most.
 
-        Of what is `compiled` the first call counts, too, if it is long.
+        They end after some seconds. Of what is `compiled` the first call counts, too,
+        if it is long.
         """
         found = {name: [] for name in calls}
         for name, call in calls.items():
             seconds = self.seconds(call)  # compiles, plans, fills the pool
-            if compiled and seconds > at_most / len(calls):
+            if compiled and max(seconds) > at_most / len(calls):
                 found[name].append(seconds)
-        spent = sum(map(sum, found.values()))
+
+        def spent():
+            return sum(max(turn) for turns in found.values() for turn in turns)
+
         while not all(found.values()) or (
-            spent < at_most and len(found[next(iter(found))]) < 5
+            spent() < at_most and len(found[next(iter(found))]) < 5
         ):
             for name, call in calls.items():
                 found[name].append(self.seconds(call))
-            spent = sum(map(sum, found.values()))
-        return {name: statistics.median(times) for name, times in found.items()}
+        return {
+            name: [statistics.median(of_rank) for of_rank in zip(*turns, strict=True)]
+            for name, turns in found.items()
+        }
 
     def _wait(self):
         if self.on_gpu:
@@ -99,15 +105,22 @@ class Clock:
 
 
 class NoTransfer(distributed.Comm):
-    """The ranks of a comm, which compute as ever and send nothing."""
+    """The ranks of a comm, which compute as ever and send nothing.
+
+    What should come from another rank is a copy of this one's own numbers: a card that
+    multiplies zeros draws less power and runs at a higher clock.
+    """
 
     def __init__(self, comm):
         super().__init__(comm.rank, comm.size, timeout=comm.timeout)
         self._comm = comm
 
     def exchange(self, sent, target, received, source):
-        for x in received:
-            x.view(np.uint8)[...] = 0
+        for x, own in zip(received, sent, strict=True):
+            x, own = (_bits.bits(y).reshape(-1) for y in (x, own))
+            for start in range(0, x.size, own.size):
+                here = x[start : start + own.size]
+                here[...] = own[: here.size]
         return lambda: None
 
     def all_gather(self, message):
@@ -176,29 +189,45 @@ class Problem:
         return call
 
 
-def speed(clock, problem, backward, at_most, compiled=False):
-    """A row of the table: seconds on each GPU alone and on both, and their ratio.
+def speed(clock, problem, backward, at_most, compiled=False, rested=False):
+    """A row of the table: seconds of each GPU for the whole and of both, and a ratio.
 
-    No two cards are equally fast. Both have equal work, so the slower one decides, and
-    it is the one that both are compared with.
+    Each GPU computes the whole while the other does so, too: one that rests between its
+    turns is cooler, and faster for a while than any that has to go on working. No two
+    cards are equally fast. Both have equal work, so the slower one decides, and it is
+    the one that both are compared with. With `rested`, the same beside cards that rest.
     """
-
-    def alone(rank):
-        own = rank == problem.comm.rank
-        return (lambda: problem.one(backward)) if own else None
-
-    calls = {rank: alone(rank) for rank in range(RANKS)}
-    calls["both"] = lambda: problem.two(backward)
+    calls = {
+        "one": lambda: problem.one(backward),
+        "both": lambda: problem.two(backward),
+    }
     seconds = clock.medians(calls, at_most, compiled)
-    each = [seconds[rank] for rank in range(RANKS)]
-    return {
+    row = {
         "tokens": problem.tokens,
         "causal": problem.causal,
         "backward": backward,
-        "seconds_alone": each,
-        "seconds_both": seconds["both"],
-        "times_one": max(each) / seconds["both"],
+        "seconds_alone": seconds["one"],
+        "seconds_both": max(seconds["both"]),
+        "times_one": max(seconds["one"]) / max(seconds["both"]),
     }
+    if rested:
+        del calls["one"]
+        for rank in range(RANKS):
+            calls[rank] = calls_of(problem, backward, rank)
+        seconds = clock.medians(calls, at_most / 2)
+        each = [seconds[rank][rank] for rank in range(RANKS)]
+        row |= {
+            "seconds_alone_rested": each,
+            "seconds_both_rested": max(seconds["both"]),
+            "times_one_rested": max(each) / max(seconds["both"]),
+        }
+    return row
+
+
+def calls_of(problem, backward, rank):
+    """The whole on one rank, while the others rest."""
+    own = rank == problem.comm.rank
+    return (lambda: problem.one(backward)) if own else None
 
 
 def hidden(clock, problem):
@@ -212,6 +241,7 @@ def hidden(clock, problem):
         },
         3.0,
     )
+    seconds = {name: max(each) for name, each in seconds.items()}
     shown = max(0.0, seconds["two"] - seconds["computing"])
     seconds["share_hidden"] = max(0.0, 1 - shown / seconds["transfer"])
     return seconds
@@ -266,7 +296,7 @@ def rank_of_two(args, end):
         for causal in (False, True):
             problem = Problem(xp, comm, on_gpu, tokens, causal)
             for backward in (False, True):
-                row = speed(clock, problem, backward, 6.0)
+                row = speed(clock, problem, backward, 5.0, rested=True)
                 report["goal"].append(row)
                 write(row)
             same = comm.all_gather(b"%d" % same_bits(xp, problem))
@@ -281,7 +311,7 @@ def rank_of_two(args, end):
         del small
         count = PROBLEMS[on_gpu] if args.problems is None else args.problems
         problems(comm, clock, xp, on_gpu, count, report, write)
-        for tokens in LENGTHS[on_gpu]:
+        for tokens in args.lengths or LENGTHS[on_gpu]:
             for causal in (True, False):
                 # At 600 TFLOP/s: by each GPU and by both, warm and timed.
                 turn = 8192 * tokens**2 / 6e14 / (1 + causal) if on_gpu else 0
@@ -399,6 +429,7 @@ def main():
         "--seconds", type=float, default=270, help="after these no step is begun"
     )
     parser.add_argument("--problems", type=int, help="random ones (default 100)")
+    parser.add_argument("--lengths", type=int, nargs="*", help="beside the first one")
     args = parser.parse_args()
     if "CUPYFLASH_END" in os.environ:
         return rank_of_two(args, float(os.environ["CUPYFLASH_END"]))

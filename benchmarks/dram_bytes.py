@@ -10,6 +10,7 @@ of attention are smaller. Needs the right to read performance counters.
 
 import csv
 import io
+import shutil
 import subprocess
 import sys
 
@@ -99,6 +100,8 @@ def main():
     _, on_gpu = timing.backend(args)
     if not on_gpu:
         sys.exit("the counters are a GPU's, and there is none")
+    if shutil.which("ncu") is None:
+        sys.exit("ncu is not on the path: install Nsight Compute")
     names = {"softmax": (*METHODS, "copy"), "attention": METHODS}
     rows = [
         count(operation, name)

@@ -65,6 +65,13 @@ class Case:
         return f"{self.function}{where} {shape} {self.dtype}{shift}"
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether the picture of docs/speed.md shows it."""
+        is_rows = self.function == "softmax" and self.inner == 1 and not self.shift
+        dtypes = ("float32", "bfloat16")
+        return is_rows and self.group != "sweep" and self.dtype in dtypes
+
+    @property
     def facts(self) -> dict:
         """For the report."""
         return {"case": self.label, **asdict(self)}

@@ -10,8 +10,10 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -53,6 +55,32 @@ def backend(args):
     import cupy
 
     return cupy, True
+
+
+def add_jobs(parser):
+    """--jobs, for `compile_ahead`."""
+    parser.add_argument(
+        "--jobs", type=int, default=12, help="processes that compile ahead (1: none)"
+    )
+
+
+def compile_ahead(call_each, *lists, jobs):
+    """Fill the kernel cache, many kernels at a time: one compiler is slow.
+
+    `call_each` gets, in a process of its own, neighbours of each list.
+    """
+    chunks = [[x for items in lists for x in part(items, i, jobs)] for i in range(jobs)]
+    chunks = [chunk for chunk in chunks if chunk]
+    if jobs < 2 or not chunks:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, spawn) as pool:
+        list(pool.map(call_each, chunks))
+
+
+def part(items, i, count):
+    """The i-th of `count` parts of a list."""
+    return items[len(items) * i // count : len(items) * (i + 1) // count]
 
 
 def optional(name):

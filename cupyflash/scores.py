@@ -1,9 +1,9 @@
-"""Score and mask functions for `attention`, as they are and as models for one's own.
+"""Score and mask functions for `attention`, to use as they are or as a start.
 
-Each is a plain function, or returns one: what `attention` takes as ``score=`` or
-``mask=``. Those of numbers close over them; another number costs nothing. Arrays are
-given by the names that stand after ``*``, in ``score_arrays=`` or ``mask_arrays=``.
-Positions are those among the keys: with `query_offset` the query i stands there.
+Each one is a plain function, or returns one, to pass to `attention` as ``score=`` or
+``mask=``. Functions that take numbers close over them, and another number does not
+compile anything anew. Arrays go into ``score_arrays=`` or ``mask_arrays=`` under the
+names after ``*``. Positions count along the keys: `query_offset` has been added to i.
 """
 
 import math
@@ -27,9 +27,9 @@ __all__ = [
 
 
 def alibi(s: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
-    """Score that falls with the distance, by a slope for each head.
+    """Lower the score with the distance, by a slope for each head.
 
-    As ``alibi_slopes=`` does; here the slopes have a gradient [1]_.
+    Does the same as ``alibi_slopes=`` [1]_, but the slopes get a gradient.
 
     Parameters
     ----------
@@ -112,8 +112,8 @@ def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
     b, i, j
         Given by `attention`.
     documents : array of int, shape (batch, seqlen)
-        The document of each place, in ``mask_arrays=``. Where those of a document stand
-        together, tiles of two documents are skipped.
+        The document at each position, in ``mask_arrays=``. If documents are contiguous,
+        tiles that belong to two of them are skipped.
     """
     return documents[b, i] == documents[b, j]
 
@@ -146,7 +146,7 @@ def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
     Parameters
     ----------
     height, width : int
-        Of the image; sequences have ``height * width`` places.
+        Of the image; sequences have ``height * width`` positions.
     kernel : int
         Side of the square, odd.
 
@@ -179,8 +179,8 @@ def t5_bias(
 
     As described in [1]_.
 
-    Near keys have a bucket each, far ones share buckets whose width grows with the
-    distance; from `max_distance` on there is one. The function takes ``table``, of
+    Near keys have a bucket each. Farther keys share buckets that grow with the
+    distance, and all from `max_distance` on share one. The function takes ``table``, of
     shape (num_buckets, num_heads), in ``score_arrays=``.
 
     Parameters
@@ -188,7 +188,7 @@ def t5_bias(
     num_buckets : int, default 32
         Half of them are for keys after the query if `bidirectional`.
     max_distance : int, default 128
-        From here on all are in one bucket.
+        Keys at this distance or farther share one bucket.
     bidirectional : bool, default True
         False where queries see no keys after them.
 
@@ -215,10 +215,10 @@ def t5_bias(
 def soft_nearest_neighbor(temperature: float) -> Callable[..., Any]:
     """Score ``-|q - k|**2 / temperature``, without a point's score with itself.
 
-    With ``scale=1`` and q = k = the points, the lse over all points less that over
-    those of the same label (`document` as a mask) is the soft nearest neighbour loss of
-    each point [1]_. The function takes ``squares``, the squared norms of the points, of
-    shape (batch, points), in ``score_arrays=``.
+    Pass ``scale=1`` and the points as q and k. The lse over all points minus the lse
+    over those with the same label (use `document` as the mask) is the soft nearest
+    neighbour loss of each point [1]_. The function takes ``squares``, the squared norms
+    of the points, of shape (batch, points), in ``score_arrays=``.
 
     References
     ----------
@@ -236,10 +236,10 @@ def soft_nearest_neighbor(temperature: float) -> Callable[..., Any]:
 def debye(s: Any, b: Any, h: Any, i: Any, j: Any, *, squares: Any, q: Any) -> Any:
     """Score ``log(1 + sin(x) / x)``, x being a wave number times a distance.
 
-    With ``scale=1``, q = k = the places of atoms, and their form factors f as values,
-    ``exp(lse) * out`` is the sum over atoms j of ``f_j + f_j * sin(x) / x``. Less the
-    sum of f, times f_i and added up, that is Debye's formula for the scattering of
-    atoms in all orientations [1]_. A head stands for a wave number.
+    Pass ``scale=1``, the positions of the atoms as q and k, and their form factors f as
+    values. Then ``exp(lse) * out`` is the sum over j of ``f_j + f_j * sin(x) / x``.
+    Subtract the sum of f, multiply by f_i and add up: this is Debye's formula for
+    scattering, averaged over all orientations [1]_. Each head has its own wave number.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def debye(s: Any, b: Any, h: Any, i: Any, j: Any, *, squares: Any, q: Any) -> An
 
     References
     ----------
-    .. [1] P. Debye, "Zerstreuung von Röntgenstrahlen", Annalen der Physik 351, 1915.
+    .. [1] Peter Debye, "Zerstreuung von Röntgenstrahlen", Annalen der Physik 351, 1915.
     """
     squared = q[h] * q[h] * np.maximum(squares[b, i] + squares[b, j] - 2 * s, 0.0)
     x = np.sqrt(squared)

@@ -3,7 +3,8 @@
     python tools/check_site.py [--shots FOLDER] [PAGE ...]
 
 Reports pages that are wider than the window, formulas that are cut off, lines of code
-that do not fit a wide window, pictures that are missing, and links that appear twice in
+that do not fit a wide window, descriptions in the reference beyond the window, initials
+of authors that became lists, pictures that are missing, and links that appear twice in
 a menu; exit code 1 if there are any. ``make docs`` builds the site. A PAGE is the start
 of a path in docs/_build/html. With --shots, a screenshot of each page is written too.
 """
@@ -55,6 +56,11 @@ _LOOK = """(wide) => {
     const lines = e.textContent.replace(/\\n$/, "").split("\\n").length;
     if (height > line * (lines + 0.6)) found.push(`a line of code wraps: ${start(e)}`);
   }
+  for (const e of article.querySelectorAll("table.autosummary td"))
+    if (e.getBoundingClientRect().right > width + 1)
+      found.push(`a description is out of sight: ${start(e)}`);
+  for (const e of article.querySelectorAll(".footnote ol, .citation ol"))
+    found.push(`an initial became a list: ${start(e)}`);
   for (const e of document.images)
     if (e.complete && !e.naturalWidth) found.push(`missing picture: ${e.src}`);
   for (const menu of document.querySelectorAll(".bd-sidebar-primary nav")) {

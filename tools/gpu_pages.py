@@ -1,21 +1,25 @@
 """Run the examples on a GPU and keep what they print and draw, for docs/on_a_gpu/.
 
-    python tools/gpu_pages.py [names]       all of examples/, or some
+    python tools/gpu_pages.py [names]            all of examples/, or some
+    python tools/gpu_pages.py --seconds 200      begin none after that
 
 Each writes NAME.txt, the card, the versions and the digest of the script above what was
 printed, and NAME.png for its picture. A GPU is needed, and what the examples import.
 """
 
+import argparse
 import hashlib
 import importlib.metadata
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "on_a_gpu"
 PEERS = ("scipy", "scikit-learn", "POT")
+LIMIT = 90  # seconds of one example
 
 # Runs a script in a process of its own and saves the figures that it leaves open.
 _RUN = """
@@ -54,7 +58,13 @@ def version(package):
 def main():
     """Run, and write what came."""
     sys.path.insert(0, str(ROOT))
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no example after"
+    )
+    args = parser.parse_args()
+    wanted, end = args.names, time.monotonic() + args.seconds
     scripts = sorted((ROOT / "examples").glob("[!_]*.py"))
     if unknown := set(wanted) - {script.stem for script in scripts}:
         sys.exit(f"no such example: {', '.join(sorted(unknown))}")
@@ -65,20 +75,28 @@ def main():
     for script in scripts:
         if wanted and script.stem not in wanted:
             continue
-        done = subprocess.run(
-            [sys.executable, "-c", _RUN, script, PAGES / f"{script.stem}.png"],
-            env=os.environ | {"PYTHONPATH": path, "CUPYFLASH_SIZE": "gpu"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
+        if time.monotonic() > end:
+            failed.append(f"{script.stem} (no time left)")
+            continue
+        begun = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _RUN, script, PAGES / f"{script.stem}.png"],
+                env=os.environ | {"PYTHONPATH": path, "CUPYFLASH_SIZE": "gpu"},
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=LIMIT,
+            )
+        except subprocess.SubprocessError as error:
             failed.append(script.stem)
-            print(f"{script.stem}: failed\n{done.stderr}", file=sys.stderr)
+            print(f"{script.stem}: {error}\n{error.stderr or ''}", file=sys.stderr)
             continue
         digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
         text = f"{header}, script {digest}\n\n{done.stdout}"
         (PAGES / f"{script.stem}.txt").write_text(text, encoding="utf-8")
-        print(f"{script.stem}: {len(done.stdout.splitlines())} lines")
+        lines, took = len(done.stdout.splitlines()), time.monotonic() - begun
+        print(f"{script.stem}: {lines} lines, {took:.0f} s", flush=True)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

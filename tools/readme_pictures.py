@@ -2,12 +2,11 @@
 
     python tools/readme_pictures.py
 
-docs/_static/speed.png is made of softmax_h200.json and of what the tables of attention
-are made of, docs/_static/memory.png of memory_h200.json. The third
-picture, demo.png, is what ``make demo`` wrote on the same card.
+docs/_static/speed.png is made of the newest report of softmax on a GPU, and of those
+that the tables of attention are made of; docs/_static/memory.png of the newest report
+of memory. The third picture, demo.png, is what ``make demo`` wrote on a GPU.
 """
 
-import json
 from pathlib import Path
 
 import readme_tables
@@ -15,7 +14,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "_static"
 
 _COLOURS = {
@@ -24,11 +22,6 @@ _COLOURS = {
     "cupyx": "tab:blue",
     "copy": "0.6",
 }
-
-
-def report(name):
-    """A report by its name."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def new_figure(width, height, rows, columns, title):
@@ -64,9 +57,9 @@ def draw_softmax(axes, rows, dtype):
     axes.grid(alpha=0.3)
 
 
-def draw_attention(axes, title, report):
+def draw_attention(axes, title, kind):
     """TFLOP/s beside the fastest peer: of each kind in a report its longest call."""
-    longest = {}
+    longest, (report, content) = {}, readme_tables.newest(kind)
     for name, _, label, ours, theirs in readme_tables.cells():
         if name == report and label.endswith("full"):
             what, n = label.removesuffix(", full").split(", n = ")
@@ -81,27 +74,27 @@ def draw_attention(axes, title, report):
     names = [f"{what}, n = {cell[0]}" for what, cell in longest.items()]
     axes.set_yticks([at + 0.2 for at in range(len(names))], names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel="TFLOP/s")
+    axes.set(title=f"{title}, {content['machine']['gpu']}", xlabel="TFLOP/s")
     axes.legend(fontsize=8)
     axes.grid(axis="x", alpha=0.3)
 
 
 def speed():
     """Softmax and attention beside other libraries."""
-    softmax = report("softmax_h200")
+    _, softmax = readme_tables.newest("softmax")
     machine = softmax["machine"]
-    title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine['torch']}"
+    title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine.get('torch')}"
     figure, axes = new_figure(13, 9, 2, 2, title)
     draw_softmax(axes[0, 0], softmax["table"], "float32")
     draw_softmax(axes[0, 1], softmax["table"], "bfloat16")
-    draw_attention(axes[1, 0], "attention", "attention_table_h200.json")
-    draw_attention(axes[1, 1], "its gradients", "attention_vjp_table_h200.json")
+    draw_attention(axes[1, 0], "attention", readme_tables.FORWARD)
+    draw_attention(axes[1, 1], "its gradients", readme_tables.BACKWARD)
     figure.savefig(PICTURES / "speed.png", dpi=80)
 
 
 def memory():
     """Extra memory of attention against the number of queries and keys."""
-    found = report("memory_h200")
+    _, found = readme_tables.newest("memory")
     title = f"{found['machine']['gpu']}, one head, d = {found['head_dim']}, float32"
     figure, axes = new_figure(6.5, 4, 1, 1, title)
     for method in dict.fromkeys(row["method"] for row in found["rows"]):

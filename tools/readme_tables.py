@@ -4,8 +4,9 @@ Usage: readme_tables.py [--check]
 
 Each table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Its numbers
 come from benchmarks/results/: demo_*.json are reports of ``make demo``, softmax_*.json
-of benchmarks/bench_softmax.py, and those of attention are of runs of one kernel each.
-A table without a report stays empty.
+of benchmarks/bench_softmax.py. A report of a GPU ends in the card's name, such as
+softmax_h100.json; of several cards, the newest report counts, and the table says which
+card it is of. A table without a report stays empty.
 With --check nothing is written; the exit code says whether the tables are up to date.
 """
 
@@ -25,15 +26,36 @@ FILES = "https://github.com/cupyflash/cupyflash/blob/main/"
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def card(gpu):
+    """What the files of a card end in: h100 for NVIDIA H100 80GB HBM3."""
+    number = re.search(r"[A-Z]*\d+", gpu)
+    return (number[0] if number else gpu).lower()
+
+
+def newest(kind):
+    """(file name, report) of the last run of a benchmark on a GPU."""
+    found = []
+    for path in RESULTS.glob(f"{kind}_*.json"):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        machine = report["machine"]
+        if path.stem == f"{kind}_{card(machine.get('gpu', ''))}":
+            found.append((machine["date"], path.name, report))
+    if not found:
+        raise FileNotFoundError(f"no {kind}_CARD.json in {RESULTS}: make numbers")
+    return max(found)[1:]
+
+
 def reports(kind):
-    """The reports of one kind with their file names, GPUs first."""
+    """The reports of a kind with their file names: the newest of a GPU, then CPUs'."""
     found = [
         (path.name, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(RESULTS.glob(f"{kind}_*.json"))
     ]
     has_tables = _has_ladder if kind == "demo" else _has_providers
     found = [(name, report) for name, report in found if has_tables(report)]
-    return sorted(found, key=lambda item: "gpu" not in item[1]["machine"])
+    on_gpu = [item for item in found if "gpu" in item[1]["machine"]]
+    last = sorted(on_gpu, key=lambda item: (item[1]["machine"]["date"], item[0]))[-1:]
+    return last + [item for item in found if item not in on_gpu]
 
 
 def _has_ladder(report):
@@ -200,8 +222,15 @@ def speed():
             f"([numbers]({FILES}benchmarks/results/{name}), by "
             f"`benchmarks/{'bench_softmax.py' if on_gpu else 'bench_cpu.py'}`):\n\n"
             + markdown(("softmax", *providers), rows)
+            + (_SEVERAL_DAYS if "sources" in report else "")
         )
     return "\n".join(parts)
+
+
+_SEVERAL_DAYS = (
+    "\nThese rows were not all measured on the same day: the key `sources` in the file "
+    "says which version each belongs to.\n"
+)
 
 
 def _by_case(report):
@@ -243,13 +272,12 @@ def _beside_the_best(report):
             yield label, ours["rate"] / 1e12, theirs["rate"] / 1e12, name
 
 
-_TENSOR_CORES = ("attention_table_h200.json", "attention_vjp_table_h200.json")
+FORWARD, BACKWARD = "attention_table", "attention_vjp_table"
 
 
 def cells():
     """(name of the report, the peer, label, our rate, the peer's)."""
-    for name in _TENSOR_CORES:
-        report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    for name, report in map(newest, (FORWARD, BACKWARD)):
         for label, ours, theirs, peer in _beside_the_best(report):
             yield name, peer, label, ours, theirs
 
@@ -267,6 +295,12 @@ def tensor_cores():
 def by_head_dim():
     """The same for the page of the benchmarks."""
     return _compared(", n =", "")
+
+
+def _cards():
+    """The cards of the tables of attention: mostly one."""
+    gpus = [newest(kind)[1]["machine"]["gpu"] for kind in (FORWARD, BACKWARD)]
+    return " and ".join(f"an {gpu}" for gpu in dict.fromkeys(gpus))
 
 
 def _compared(rest, folder):
@@ -288,7 +322,7 @@ def _compared(rest, folder):
     columns = ("attention", "cases", "least", "mean", "most", "fastest peer")
     each = f" (case by case: [benchmarks]({folder}README.md))" if folder else ""
     return (
-        "Our speed divided by that of the fastest peer, on an NVIDIA H200, over all "
+        f"Our speed divided by that of the fastest peer, on {_cards()}, over all "
         f"lengths, full and causal, from single runs{each}. Rows that say mma.sync "
         "ran the kernels for cards before Hopper, with their tiles for sm_80.\n\n"
         f"{markdown(columns, rows)}"
@@ -309,13 +343,12 @@ def attention():
     ]
     columns = ("attention, TFLOP/s", "cupyflash", "best peer", "ratio", "the peer is")
     tables = (markdown(columns, rows), options(), one_query())
-    return "On an NVIDIA H200, single runs:\n\n" + "\n".join(tables)
+    return f"On {_cards()}, single runs:\n\n" + "\n".join(tables)
 
 
 def options():
     """What an option takes, in times of the call without it."""
-    name = "attention_table_h200.json"
-    report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    _, report = newest(FORWARD)
     rows = []
     for of_cell in _by_case(report):
         if "cupyflash, without" in of_cell:
@@ -329,8 +362,7 @@ def options():
 
 def one_query():
     """Decoding: 32 heads on 8 of keys and values, 128 columns, in microseconds."""
-    name = "attention_table_h200.json"
-    report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    name, report = newest(FORWARD)
     rows = []
     for of_cell in _by_case(report):
         ours, peer = of_cell["cupyflash"], best_peer(of_cell)

@@ -9,12 +9,12 @@
 // Numbers    all in accum_t. Kernels on splits return m and l of lse = m + log l
 //            (SUMS), so that no rounding of lse becomes an error of the weights
 // Limits     none
+#include "attention/merge_params.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
-#include "common/strides.cuh"
 
 #ifndef ELEM_T
-#error "ELEM_T, LSE_T, ACCUM_T, COLUMNS, ROW_DIMS and NUM_THREADS come from the host"
+#error "ELEM_T, LSE_T, ACCUM_T, COLUMNS and NUM_THREADS come from the host"
 #endif
 using elem_t = ELEM_T;  // of outs
 using lse_t = LSE_T;
@@ -39,7 +39,7 @@ __device__ __forceinline__ sum_t sum_of(lse_t lse) {
   return {m, m == -infinity<accum_t>() ? accum_t(0) : accum_t(1)};
 }
 #endif
-constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
+constexpr int kNumThreads = NUM_THREADS;
 constexpr int kColumns = COLUMNS;  // of a lane, kWarpSize apart
 constexpr int kWarpColumns = kWarpSize * kColumns;
 
@@ -50,15 +50,6 @@ constexpr int kAtOnce = 8;
 // and a key weighs up to 2^8 in them. A power of 2 rounds nothing but the smallest
 // numbers.
 constexpr accum_t kDown = accum_t(0x1p-64);
-
-enum { kOuts, kLses, kOut, kArrays };
-
-// MERGE_PARAMS of _attention/gpu/combine_config.py is the same struct on the host.
-struct merge_params_t {
-  long long num_rows, num_parts, head_dim_v;
-  long long outs_part, outs_col, lses_part, out_col;  // strides
-  axes_t<kRowDims, kArrays> rows;
-};
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     attention_merge(const elem_t* __restrict__ outs,      // (parts, rows, head_dim_v)

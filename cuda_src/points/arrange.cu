@@ -4,7 +4,7 @@
 //
 // points_arrange_boxes uses one warp per tile of BOX_POINTS points. A tile with a
 // nonfinite point gets a box that contains everything, so that no bound skips it.
-// Corners are rounded outwards to float32.
+// Corners are rounded outwards to float32, in units of the scale of each axis.
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -62,6 +62,7 @@ extern "C" __global__ void points_arrange_boxes(
     const coord_t* __restrict__ sorted,         // (batch, kDim, padded)
     const double* __restrict__ sorted_weights,  // (batch, padded), or null: all 0
     const value_t* __restrict__ sorted_values,  // or null
+    const double* __restrict__ scales,          // of each axis, or null: all 1
     float* __restrict__ boxes,                  // (batch, tiles, kBoxSize)
     points_facts_t* __restrict__ facts,         // (batch), or null
     long long padded, long long stored_columns) {
@@ -84,6 +85,10 @@ extern "C" __global__ void points_arrange_boxes(
     }
     low = -warp_max(-low);
     high = warp_max(high);
+    if (scales != nullptr) {
+      low = float_below(low * scales[d]);
+      high = float_above(high * scales[d]);
+    }
     // No distance from the middle, as kernels compute it, exceeds this.
     const float half = 0.5f * __fsub_ru(high, low) * 1.000001f;
     reach = fmaf(half, half, reach);

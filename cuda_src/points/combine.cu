@@ -4,16 +4,17 @@
 //
 // Rows whose accuracy the earlier launches cannot guarantee are flagged in `redo`, and
 // a repair writes only flagged rows (or all, where sums were too small for skipping).
-// The error of a score is about 2^-24 of its terms: at most `top - lse`, since the
-// heaviest keys may be the nearest. A log-sum may be off by 2 ulp, so a large one may
-// hide larger scores: by `slack`, which depends on the kernel that computed the parts.
+// The error of a score is about 2^-24 of its terms, 2^-53 in float64: at most `top -
+// lse`, since the heaviest keys may be the nearest. A log-sum may be off by 2 ulp, so a
+// large one may hide larger scores: by `slack`, which depends on the kernel that
+// computed the parts.
 
 #include "common/math.cuh"
 #include "points/params.cuh"
 
 using accum_t = ACCUM_T;
 
-constexpr double kLargeScore = 16;  // bits
+constexpr double kLargeScore = sizeof(accum_t) == 8 ? 64 : 16;  // bits
 
 // What names a group in `redo`: a launch before that left no parts of it, or this one.
 constexpr int kNoParts = 1, kDoubtful = 2;

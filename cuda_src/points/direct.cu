@@ -10,13 +10,16 @@
 //            axes a tile of 256 keys is loaded whole; above, kChunk axes at a time.
 // Skipping   up to 8 axes, by the boxes of tiles (tiles.cuh)
 // Numbers    differences, distances and scores in wide_t until the reference is
-//            subtracted; exponentials and sums in accum_t. A lane sums 16 to 32 terms,
-//            then lanes are added, and totals keep their rounding errors.
+//            subtracted, with CAREFUL in twice the digits of float64; exponentials and
+//            sums in sum_t. A lane sums 8 to 32 terms, then lanes are added, and totals
+//            keep their rounding errors. Differences of axes with bandwidths of their
+//            own (SCALED) are scaled after the subtraction.
 // References m_i is the largest score of the first tile that a row sees. It moves if
 // the bound of
 //            a tile allows a sum to overflow, and if a sum is large.
 // Repair     only blocks flagged in `redo`, or sums too small, relative to the values,
-//            for what the first launch skipped.
+//            for what the first launch skipped. Sums of float32 without weights are
+//            float64 then: a small weight times a large value may count.
 
 #include "common/exp2_f64.cuh"
 #if FUNCTION
@@ -28,18 +31,30 @@ struct kernel_args_t {  // of named kernels
 #endif
 #include "points/sums.cuh"
 #include "points/tiles.cuh"
+#include "points/twofold.cuh"
 
 using coord_t = COORD_T;
 using wide_t = WIDE_T;
-using accum_t = ACCUM_T;
+using accum_t = ACCUM_T;  // of values and parts
+using sum_t = SUM_T;      // of exponentials and sums
 
+// Distances and scores with all digits that they have here.
+constexpr bool kIsCareful = CAREFUL;
+#if CAREFUL
+using exact_t = twofold_t;
+#else
+using exact_t = wide_t;
+#endif
+constexpr bool kHasRoom = sizeof(sum_t) > sizeof(accum_t);  // no sum is too small
+constexpr bool kIsScaled = SCALED;
 constexpr bool kIsFunction = FUNCTION;
 constexpr float kLowestRef = -100;  // without weights: a near key must not overflow
 constexpr int kSide = 16;
 constexpr int kThreads = kSide * kSide;
 constexpr int kRows = ROWS;
-// A function of the caller needs registers of its own.
-constexpr int kKeys = kIsFunction && sizeof(wide_t) == 8 ? 2 : 4;
+// A function of the caller needs registers of its own, and so do twice the digits.
+constexpr int kKeys =
+    sizeof(exact_t) == 16 || (kIsFunction && sizeof(wide_t) == 8) ? 2 : 4;
 constexpr int kBlockRows = kSide * kRows;
 constexpr int kStep = kSide * kKeys;
 constexpr bool kIsWhole = kBoxDim > 0;
@@ -66,16 +81,17 @@ __device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
 struct smem_t {
   wide_t x[kChunk][kBlockRows];
   wide_t y[kChunk][kLoaded];
-  wide_t h[kTileKeys];
-  accum_t b[kColumns > 0 ? kColumns : 1][kTileKeys];
+  exact_t scale[kIsScaled ? kChunk : 1];  // of each axis
+  exact_t h[kTileKeys];
+  sum_t b[kColumns > 0 ? kColumns : 1][kTileKeys];
   exp2_table_t table;
   float least[kThreads / kWarpSize];  // of the results of each warp so far
   tile_list_t<1, kThreads> list;
 };
 
 struct state_t {
-  wide_t ref[kRows];                  // of the rows of this thread; -inf: no key seen
-  accum_t total[kSums], rest[kSums];  // of the row that this lane owns
+  wide_t ref[kRows];                // of the rows of this thread; -inf: no key seen
+  sum_t total[kSums], rest[kSums];  // of the row that this lane owns
 };
 
 // Position of this thread, and the block's part of each array.
@@ -83,10 +99,36 @@ struct block_t {
   const coord_t *x, *y;
   const double* h;
   const accum_t* b;
+  const double* scales;  // of each axis: 1 / bandwidth, and what that was rounded by
   const float* boxes;
   int tx, ty;
   double base;  // natural log, subtracted from log weights before they are rounded
 };
+
+// high + low in the digits that scores have here.
+__device__ __forceinline__ exact_t exact_of(double high, double low) {
+#if CAREFUL
+  return twofold(high, low);
+#else
+  return wide_t(high);
+#endif
+}
+
+__device__ __forceinline__ wide_t high_of(wide_t x) { return x; }
+__device__ __forceinline__ wide_t high_of(twofold_t x) { return x.high; }
+
+// (x - y) scale
+__device__ __forceinline__ wide_t gap_of(wide_t x, wide_t y, wide_t scale) {
+  return kIsScaled ? (x - y) * scale : x - y;
+}
+__device__ __forceinline__ twofold_t gap_of(wide_t x, wide_t y, twofold_t scale) {
+  const twofold_t gap = difference_of(x, y);
+  return kIsScaled ? product_of(gap, scale) : gap;
+}
+
+template <typename T> __device__ __forceinline__ void add_square(T& total, T a) {
+  total = fma_of(a, a, total);
+}
 
 __device__ __forceinline__ int owned_row(const block_t& block) {
   return block.tx / kLanesOfRow;
@@ -98,6 +140,12 @@ __device__ __forceinline__ void load_rows(smem_t& smem, const block_t& block,
     const int d = chunk * kChunk + n / kBlockRows, i = n % kBlockRows;
     const long long at = static_cast<long long>(d) * params.padded_rows + i;
     smem.x[n / kBlockRows][i] = d < kDim ? wide_t(block.x[at]) : wide_t(0);
+  }
+  if constexpr (kIsScaled) {
+    const int d = chunk * kChunk + threadIdx.x;
+    if (threadIdx.x < kChunk && d < kDim) {
+      smem.scale[threadIdx.x] = exact_of(block.scales[d], block.scales[kDim + d]);
+    }
   }
 }
 
@@ -115,8 +163,14 @@ __device__ __forceinline__ void load_keys(smem_t& smem, const block_t& block,
 __device__ __forceinline__ void load_terms(smem_t& smem, const block_t& block,
                                            const points_params_t& params, int first) {
   const int j = threadIdx.x;
-  if constexpr (kHasWeights)
-    smem.h[j] = wide_t((block.h[first + j] - block.base) * kLog2e);
+  if constexpr (kHasWeights) {
+    const double h = block.h[first + j];
+#if CAREFUL
+    smem.h[j] = product_of(twofold(h, 0), {kLog2e, kLog2eLow});
+#else
+    smem.h[j] = wide_t((h - block.base) * kLog2e);
+#endif
+  }
 #pragma unroll
   for (int v = 0; v < kColumns; ++v) {
     const long long at = static_cast<long long>(v) * params.padded_keys + first + j;
@@ -124,11 +178,24 @@ __device__ __forceinline__ void load_terms(smem_t& smem, const block_t& block,
   }
 }
 
+// h - ref + exponent(scale d2), relative to a reference near it.
+template <typename K>
+__device__ __forceinline__ double kernel_score(twofold_t d2, twofold_t scale,
+                                               twofold_t h, double ref,
+                                               const kernel_args_t& args) {
+  if (!is_finite(h.high)) return h.high;
+  twofold_t q = product_of(scale, d2);
+  if (K::kIsRoot) q = root_of(q);
+  const twofold_t s = difference_of(h.high, q.high);
+  return (s.high - ref) + (s.low + (h.low - q.low));
+}
+
 // rest + log2 of the part of K that is an exponential; for a caller's function of all
 // of it where weights are summed.
 template <typename K, typename T>
-__device__ __forceinline__ T kernel_score(T d2, T scale, T rest,
+__device__ __forceinline__ T kernel_score(T d2, T scale, T h, T ref,
                                           const kernel_args_t& args) {
+  const T rest = h - ref;
   if constexpr (!kIsFunction) return score_of(d2, scale, rest);
   if constexpr (kIsFunction && kHasWeights) {
     return rest + T(kLog2e) * K::of(scale * d2, args);
@@ -145,14 +212,14 @@ __device__ __forceinline__ T kernel_factor(T q, const kernel_args_t& args) {
 }
 
 // Squared distances of kStep keys, those from `start` of the tile at `first`.
-__device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& smem,
+__device__ __forceinline__ void distances(exact_t (&d2)[kRows][kKeys], smem_t& smem,
                                           const block_t& block,
                                           const points_params_t& params, int first,
                                           int start) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-    for (int k = 0; k < kKeys; ++k) d2[r][k] = 0;
+    for (int k = 0; k < kKeys; ++k) d2[r][k] = {};
   }
   const auto add_chunk = [&](int from) {
 #pragma unroll
@@ -166,8 +233,7 @@ __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& sm
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int k = 0; k < kKeys; ++k) {
-          const wide_t e = x[r] - y[k];
-          d2[r][k] = fma_of(e, e, d2[r][k]);
+          add_square(d2[r][k], gap_of(x[r], y[k], smem.scale[kIsScaled ? d : 0]));
         }
       }
     }
@@ -187,7 +253,7 @@ __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& sm
 
 // Sets new references if a row has none or a score is far above it; rescales totals.
 __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
-                                      state_t& state, accum_t (&sums)[kSums][kRows],
+                                      state_t& state, sum_t (&sums)[kSums][kRows],
                                       const block_t& block) {
   const wide_t inf = infinity<wide_t>();
 #pragma unroll
@@ -198,7 +264,8 @@ __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
     top = warp_reduce<kSide>(top, [](wide_t a, wide_t b) { return a > b ? a : b; });
     const wide_t old = state.ref[r];
     if (!(top > old + 20 || (old == -inf && top > -inf))) continue;
-    const accum_t factor = old == -inf ? accum_t(0) : power_of_2(accum_t(old - top));
+    if (kIsCareful) top = rint(top);  // parts are put together by whole bits
+    const sum_t factor = old == -inf ? sum_t(0) : power_of_2(sum_t(old - top));
     state.ref[r] = top;
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
@@ -212,15 +279,15 @@ __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
 }
 
 // Adds kStep keys of the tile in shared memory to the sums.
-__device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& state,
+__device__ __forceinline__ void attend(sum_t (&sums)[kSums][kRows], state_t& state,
                                        smem_t& smem, const block_t& block,
                                        const points_params_t& params,
                                        const kernel_args_t& args,
                                        const exponential_t& exp2, int first, int start,
                                        bool is_watched) {
-  wide_t d2[kRows][kKeys];
+  exact_t d2[kRows][kKeys];
   distances(d2, smem, block, params, first, start);
-  const wide_t scale = wide_t(params.scale);
+  const exact_t scale = exact_of(params.scale, params.scale_low);
   if constexpr (kHasWeights) {
     bool none_seen = false;
 #pragma unroll
@@ -229,10 +296,10 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
       wide_t score[kRows][kKeys];
 #pragma unroll
       for (int k = 0; k < kKeys; ++k) {
-        const wide_t h = smem.h[start + block.tx * kKeys + k];
+        const exact_t h = smem.h[start + block.tx * kKeys + k];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          score[r][k] = kernel_score<kernel_t>(d2[r][k], scale, h, args);
+          score[r][k] = kernel_score<kernel_t>(d2[r][k], scale, h, wide_t(0), args);
         }
       }
       watch(score, state, sums, block);
@@ -241,18 +308,18 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
 #pragma unroll
   for (int k = 0; k < kKeys; ++k) {
     const int j = start + block.tx * kKeys + k;
-    wide_t h = 0;
+    exact_t h = {};
     if constexpr (kHasWeights) h = smem.h[j];
-    accum_t b[kColumns > 0 ? kColumns : 1];
+    sum_t b[kColumns > 0 ? kColumns : 1];
 #pragma unroll
     for (int v = 0; v < kColumns; ++v) b[v] = smem.b[v][j];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      wide_t from = h;
-      from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
-      accum_t w = exp2(accum_t(kernel_score<kernel_t>(d2[r][k], scale, from, args)));
+      const wide_t ref = state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
+      sum_t w = exp2(sum_t(kernel_score<kernel_t>(d2[r][k], scale, h, ref, args)));
       if constexpr (kernel_t::kHasFactor || kIsFunction) {
-        w *= kernel_factor<kernel_t>(accum_t(scale * d2[r][k]), args);
+        const wide_t q = high_of(scale) * high_of(d2[r][k]);
+        w *= kernel_factor<kernel_t>(sum_t(q), args);
       }
       if constexpr (kHasWeights) sums[0][r] += w;
 #pragma unroll
@@ -264,18 +331,18 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& s
 }
 
 // Adds the sums of all lanes to the totals; a large total moves its reference.
-__device__ __forceinline__ void join(const accum_t (&sums)[kSums][kRows],
-                                     state_t& state, const block_t& block) {
+__device__ __forceinline__ void join(const sum_t (&sums)[kSums][kRows], state_t& state,
+                                     const block_t& block) {
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
-    const accum_t sum = scattered_sums<kSide / 2>(sums[c], block.tx);
+    const sum_t sum = scattered_sums<kSide / 2>(sums[c], block.tx);
     add(state.total[c], state.rest[c], sum);
   }
   if constexpr (kHasWeights) {
-    const bool is_tall = state.total[0] > accum_t(kTall);
+    const bool is_tall = state.total[0] > sum_t(kTall);
     if (!__any_sync(kFullMask, is_tall)) return;
     const wide_t up = is_tall ? ceil(wide_t(log2_of(state.total[0]))) : wide_t(0);
-    const accum_t factor = power_of_2(accum_t(-up));
+    const sum_t factor = power_of_2(sum_t(-up));
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
       state.total[c] *= factor;
@@ -308,7 +375,7 @@ __device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
   if constexpr (kIsWhole) load_keys(smem, block, params, 0, first);
   load_terms(smem, block, params, first);
   __syncthreads();
-  accum_t sums[kSums][kRows] = {};
+  sum_t sums[kSums][kRows] = {};
 #pragma unroll 1
   for (int start = 0; start < kTileKeys; start += kStep) {
     attend(sums, state, smem, block, params, args, exp2, first, start,
@@ -338,6 +405,16 @@ __device__ __forceinline__ void raise_floor(smem_t& smem) {
   __syncthreads();
 }
 
+// The exponent of the largest of the sums.
+__device__ __forceinline__ int bits_of(const sum_t (&sums)[kSums]) {
+  sum_t largest = 0;
+#pragma unroll
+  for (int c = 0; c < kSums; ++c) {
+    largest = abs_of(sums[c]) > largest ? abs_of(sums[c]) : largest;
+  }
+  return largest > 0 && is_finite(largest) ? ilogb(largest) : 0;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct(
     const coord_t* __restrict__ x,             // (batch, kDim, padded_rows)
     const coord_t* __restrict__ y,             // (batch, kDim, padded_keys)
@@ -347,6 +424,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     const float* __restrict__ key_boxes,       // (batch, num_tiles, kBoxSize)
     const points_facts_t* __restrict__ facts,  // (batch)
     const int* __restrict__ redo,              // (batch, groups), of a repair
+    const double* __restrict__ scales,         // (2, kDim), if SCALED
     double* __restrict__ refs,                 // part_row
     accum_t* __restrict__ parts,               // part_row, kSums to each part
     points_params_t params,
@@ -382,10 +460,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
   block.b = b + entry_key * stored_columns +
             static_cast<long long>(blockIdx.z) * kColumns * params.padded_keys;
   block.boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
+  block.scales = scales;
   block.tx = threadIdx.x % kSide;
   block.ty = threadIdx.x / kSide;
   const float top = from_ordered(facts[entry].top);
-  block.base = kHasWeights && is_finite(top) ? top * kLn2 : 0;
+  block.base = kHasWeights && !kIsCareful && is_finite(top) ? top * kLn2 : 0;
 
   if (threadIdx.x < kWarpSize) smem.table.fill(1);
   if (threadIdx.x < kThreads / kWarpSize) smem.least[threadIdx.x] = -inf;
@@ -407,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     float score;
     start =
         smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
-    if (is_finite(score)) block.base = score * kLn2;
+    if (is_finite(score) && !kIsCareful) block.base = score * kLn2;
     if (start >= 0) {
       visit(start, true, state, smem, block, params, args, exp2);
       raise_floor(smem);
@@ -417,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
       }
     }
   }
-  if constexpr (!kHasWeights && kIsWhole && kernel_t::kHasExponent) {
+  if constexpr (!kHasWeights && kIsWhole && kernel_t::kHasExponent && !kHasRoom) {
     if (params.repair) {  // subnormal weights times large values
       float score;
       smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
@@ -443,12 +522,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     const int part = params.first_part + blockIdx.y;
     const long long place = part_row(params, blockIdx.z, entry, part, row);
     const wide_t ref = owned_ref(state, block);
-    refs[place] = ref > -infinity<wide_t>() ? block.base * kLog2e + ref : 0;
+    const int up = kHasRoom ? bits_of(state.total) : 0;
+    refs[place] = ref > -infinity<wide_t>() ? block.base * kLog2e + ref + up : 0;
     const long long of_part = place - row;
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
       parts[of_part * kSums + static_cast<long long>(c) * params.padded_rows + row] =
-          state.total[c];
+          kHasRoom ? scalbn(state.total[c], -up) : state.total[c];
     }
   }
 }

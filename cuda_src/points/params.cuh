@@ -28,7 +28,7 @@ constexpr int kTop = 2 * kBoxDim, kBottom = kTop + 1, kReach = kTop + 2;
 constexpr float kSmallSum = 16;
 
 struct points_params_t {
-  double scale;
+  double scale, scale_low;  // what the first was rounded by
   int batch, num_rows, num_keys;
   int padded_rows, padded_keys;
   int num_tiles, tiles_per_split;

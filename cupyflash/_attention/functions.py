@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -174,14 +175,99 @@ def with_options(
     return (rest if any(rest) else None), left, right, softcap
 
 
+class Taken(NamedTuple):
+    """A function in whose place a call has an option."""
+
+    of: str  # "score" or "mask"
+    function: BoundFunction
+    option: str
+    array: str | None = None  # the name of the option's array
+    start: int = 0  # bytes from the start of that to what the option is given
+
+
+def taken(
+    before: Functions, after: Functions | None, options: Mapping[str, str]
+) -> tuple[Taken, ...]:
+    """What is in `before` and not in `after`; `options` says what became of it."""
+    score, mask = after or (None, None)
+    rest = {"score": score, "mask": mask}
+    return tuple(
+        Taken(of, function, options[of])
+        for of, function in before._asdict().items()
+        if function is not None and rest[of] is None
+    )
+
+
+def with_arrays(
+    functions: Functions,
+    given: Mapping[str, Any],
+    scores: tuple[int, ...],
+    first: Any,
+    accum: str,
+) -> tuple[dict[str, Any], tuple[Taken, ...]]:
+    """The options that do what all functions of a call do; none unless all have one.
+
+    With a function beside them kernels take smaller tiles for options. `given` are the
+    call's own options, `scores` (..., heads, queries, keys), `first` the position of
+    the first query, if that is an integer. An array that is too short, or is rounded
+    on its way to scores of `accum`, stays with its function.
+    """
+    options: dict[str, Any] = {}
+    found = []
+    for of, function in functions._asdict().items():
+        if function is None:
+            continue
+        option = function.expression.array_option
+        if option is None or given[option.option] is not None:
+            return {}, ()
+        array = function.arrays[option.array]
+        if _arrays.dtype_name(array) == "float64" and accum != "float64":
+            return {}, ()
+        if math.gcd(*array.strides) % array.itemsize:  # between elements
+            return {}, ()
+        view = _of_scores(array, option.axes, scores, first)
+        if view is None:
+            return {}, ()
+        shape = scores if "j" in option.axes else scores[:-2]
+        options[option.option] = _arrays.broadcast_view(option.option, view, shape)
+        start = view.data.ptr - array.data.ptr if _arrays.is_cupy(array) else 0
+        found.append(Taken(of, function, option.option, option.array, start))
+    return options, tuple(found)
+
+
+def _of_scores(x, axes, scores, first):
+    """An array, read at these variables, over the axes of scores; None if too short."""
+    *batch, heads, num_queries, num_keys = scores
+    sizes = {"b": math.prod(batch), "h": heads, "i": num_queries, "j": num_keys}
+    if "i" in axes and not isinstance(first, int):
+        return None
+    starts = {"i": first}
+    where: list[slice | None] = []
+    for axis, size in zip(axes, x.shape, strict=True):
+        start = starts.get(axis, 0)
+        if not 0 <= start <= start + sizes[axis] <= size:
+            return None
+        if axis == "i" and "h" not in axes:
+            where.append(None)
+        where.append(slice(start, start + sizes[axis]))
+    x = x[tuple(where)]
+    return x.reshape(*batch, *x.shape[1:]) if axes[0] == "b" else x
+
+
 def key_of(function: BoundFunction | None) -> str | None:
     """The key of a function's expression."""
     return None if function is None else function.expression.key
 
 
-def described(functions: Functions | None) -> dict[str, str]:
-    """The functions of a call as Python, for explain()."""
+def described(
+    functions: Functions | None, taken: tuple[Taken, ...] = ()
+) -> dict[str, str]:
+    """The functions of a call as Python, and options in their place, for explain()."""
     told = {}
+    for of, function, option, array, _ in taken:
+        told["mask_function" if of == "mask" else of] = repr(function.expression)
+        of_array = "" if array is None else f", {array!r} being its array"
+        told[f"{of}_is"] = f"the option {option}={of_array}"
     score, mask = functions or (None, None)
     if score is not None:
         told["score"] = repr(score.expression)

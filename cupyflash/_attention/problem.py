@@ -123,6 +123,7 @@ class AttentionOperands(NamedTuple):
     query_offsets, query_lengths, key_lengths : batch
     given_out : `out` as the caller gave it, to be returned
     functions : score and mask function with their arrays
+    taken : functions in whose place there are options
     """
 
     q: Any
@@ -138,6 +139,7 @@ class AttentionOperands(NamedTuple):
     out: Any = None
     given_out: Any = None
     functions: _functions.Functions | None = None
+    taken: tuple[_functions.Taken, ...] = ()
 
 
 def heads_first(x, layout):
@@ -438,9 +440,15 @@ def attention(
     score=None,
     score_arrays=None,
     mask_arrays=None,
+    keep_score=False,
 ) -> tuple[AttentionProblem, AttentionOperands]:
-    """Check a call of attention."""
+    """Check a call of attention.
+
+    With `keep_score` no array becomes an option, since gradients of it are asked for.
+    """
     functions, mask = _functions.bind(q, score, score_arrays, mask, mask_arrays)
+    as_given = functions or _functions.Functions()
+    taken: tuple[_functions.Taken, ...] = ()
     _arrays.check_choice("layout", layout, LAYOUTS)
     _arrays.check_choice("precision", precision, PRECISIONS)
     _arrays.check_method(method)
@@ -466,6 +474,8 @@ def attention(
         functions, left, right, softcap = _functions.with_options(
             functions, left, right, softcap
         )
+        became = {"score": "softcap", "mask": "window"}
+        taken = _functions.taken(as_given, functions, became)
     heads_axis = any(a[name].ndim > 2 for name in ("q", "k", "v"))
     q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
     heads, seqlen_q, head_dim = q.shape[-3:]
@@ -480,6 +490,15 @@ def attention(
     integers = _check_integers(a, batch, seqlen_q, seqlen_k)
     rule = _offset_rule(query_offset, integers, seqlen_q, seqlen_k)
     rule, left, right = _within_reach(rule, left, right)
+    if functions and xp.__name__ == "cupy" and not keep_score:
+        accum = "float64" if dtype == "float64" else "float32"
+        options = {"bias": bias, "mask": mask, "alibi_slopes": alibi}
+        found, of_arrays = _functions.with_arrays(
+            functions, options, scores, rule, accum
+        )
+        if found:
+            functions, taken = None, taken + of_arrays
+            bias, mask, alibi = (options | found).values()
 
     problem = AttentionProblem(
         backend=xp.__name__,
@@ -517,14 +536,13 @@ def attention(
     given_out, out = out if isinstance(out, np.ndarray) else a["out"], a["out"]
     if out is not None:
         inputs = {name: x for name, x in a.items() if name != "out"}
-        if functions:
-            inputs |= _functions.arrays_of(functions)
+        inputs |= _functions.arrays_of(as_given)
         _arrays.check_out(out, problem.out_shape, (dtype,), inputs)
     q, k, v = (xp.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     operands = AttentionOperands(
         q, k, v, bias, mask, sinks, alibi, integers["query_offset"],
         integers["query_lengths"], integers["key_lengths"],
-        None if out is None else heads_first(out, layout), given_out, functions,
+        None if out is None else heads_first(out, layout), given_out, functions, taken,
     )  # fmt: skip
     return problem, operands
 

@@ -156,6 +156,7 @@ def attention_vjp(
     ):
         if asked and given is None:
             raise ValueError(f"need_d{name}=True asks for a gradient of {name}=None")
+    has_names = not (isinstance(need_dscore, (tuple, list, str)) and not need_dscore)
     _, a = arrays.adopt_all(
         6, q=q, k=k, v=v, dout=dout, out=out, lse=lse, bias=bias, sinks=sinks, dlse=dlse
     )
@@ -163,6 +164,7 @@ def attention_vjp(
         a["q"], a["k"], a["v"], a["bias"], mask, scale, causal, query_offset, window,
         softcap, a["sinks"], alibi_slopes, query_lengths, key_lengths, layout,
         precision, True, None, method, score, score_arrays, mask_arrays,
+        has_names,
     )  # fmt: skip
     if method not in METHODS:
         raise NotImplementedError(

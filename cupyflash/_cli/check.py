@@ -28,10 +28,11 @@ examples:
   python -m cupyflash check --backend numpy
   python -m cupyflash check --exhaustive
 
-Each function, method and dtype is compared with a wider computation on the host, and on
-a GPU each kernel of the tables by the calls that it is chosen for. Errors are relative
-to the exact result (of attention and gradients: to its largest entry), or in units of
-the last place (ulp). A new machine takes up to a minute, nearly all of it to compile.
+Each function, method and dtype is compared with a wider computation on the host. On a
+GPU, each kernel of the tables is compared in calls that choose it. Errors are relative
+to the exact result (for attention and gradients, to its largest entry), or in units in
+the last place (ulp). The first run on a machine takes up to a minute, nearly all of it
+for compiling.
 The exit code is 1 when an error is larger than the documentation allows.
 """
 
@@ -202,7 +203,7 @@ def run(args):
     if not has_bfloat16:
         print(f"bfloat16 is not checked: {extras.command('bf16')}")
     if not has_gpu:
-        print("no CUDA device: the NumPy back end alone is checked")
+        print("no CUDA device: only the NumPy back end is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")
     return int(failures > 0)
 

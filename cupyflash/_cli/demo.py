@@ -17,7 +17,7 @@ EXAMPLES = f"""
 examples:
   python -m cupyflash demo
   python -m cupyflash demo --size 32           quick
-  python -m cupyflash demo --cpu               on a machine with a GPU, too
+  python -m cupyflash demo --cpu               even if there is a GPU
 
 Writes fit.png and demo.json to the output folder. The picture needs matplotlib, and
 the comparison with scikit-learn needs scikit-learn: {extras.command("demo")}.

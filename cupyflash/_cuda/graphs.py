@@ -110,7 +110,9 @@ def _num_references(held):
 
 _OURS = _num_references(_Held(object()))
 
-_lock = threading.Lock()
+# Nobody waits for the device while holding it: kernels of others may have to start
+# first. Reentrant, since the garbage collector may run a finalizer that calls us.
+_lock = threading.RLock()
 _held: dict[int, _Held] = {}  # by id of the stream's object
 # Streams owned by other libraries, by the unique number that the driver gives them.
 # CuPy's object for one is not held, only watched for its end.
@@ -163,7 +165,8 @@ def _let_go():
             continue
         # Removed first: a thread that finds the stream again from now on gets other
         # rows.
-        del _held[key]
+        if _held.pop(key, None) is None:
+            continue
         if not held.is_left():
             _held[key] = held
             continue
@@ -225,29 +228,37 @@ class Counters:
         stream = _current_stream()
         ptr = stream.ptr
         if ptr > 1 and _is_capturing_on(ptr):
-            with _lock, _beside_captures():
-                return self._take()
+            return self._take()
         held = _held.get(id(stream)) or _held_of(stream)
         return held.rows.get(self) or self._row_for(held)
 
     def _row_for(self, held):
         """The row of a stream that has none yet."""
-        with _lock, _beside_captures():
-            if self not in held.rows:
-                held.rows[self] = self._take()
-            return held.rows[self]
+        taken = self._take()
+        # Of two threads on one stream, the first to come here wins.
+        row = held.rows.setdefault(self, taken)
+        if row != taken:
+            self.free.append(taken)
+        return row
 
     def _take(self):
         """A row that no kernel uses."""
-        if not self.free:
-            for event, row in [self.left.pop() for _ in range(len(self.left))]:
-                if event.done:
-                    self.free.append(row)
-                else:
-                    self.left.append((event, row))
-        if not self.free:
-            self._grow()
-        return self.free.pop()
+        with _beside_captures():
+            while True:
+                with _lock:
+                    if not self.free:
+                        self._reclaim()
+                    if self.free:
+                        return self.free.pop()
+                self._grow()
+
+    def _reclaim(self):
+        """Free the rows of threads that ended, if their kernels have ended too."""
+        for event, row in [self.left.pop() for _ in range(len(self.left))]:
+            if event.done:
+                self.free.append(row)
+            else:
+                self.left.append((event, row))
 
     def _grow(self):
         """Add rows, which are zero before any stream sees them."""

@@ -81,6 +81,13 @@ class Expression:
         return found(self.root)
 
     @functools.cached_property
+    def array_option(self) -> Any:
+        """The option that does the same with its array; None if there is none."""
+        from cupyflash._expr import recognized
+
+        return recognized.array_option(self.root)
+
+    @functools.cached_property
     def packer(self) -> Any:
         """What packs the arguments of its CUDA."""
         from cupyflash._expr.emit_cuda import Packer

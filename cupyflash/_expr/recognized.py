@@ -1,11 +1,12 @@
 """Functions that say what an option says, which kernels are faster at.
 
 A mask that is a band of keys round each query is a window; a score that is
-``cap * tanh(s / cap)`` is a softcap.
+``cap * tanh(s / cap)`` is a softcap. A mask that reads an array at ``[i, j]`` is that
+array, a score that adds one is a bias, and ``s - slopes[h] * abs(i - j)`` is ALiBi.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from cupyflash._expr.nodes import Node
 
@@ -119,3 +120,79 @@ def softcap(root: Node) -> Softcap | None:
             if cap_number.op == "param":
                 return Softcap(None, cap_number.value)
     return None
+
+
+class ArrayOption(NamedTuple):
+    """Of a function that does with one array what an option does."""
+
+    option: str  # "alibi_slopes", "bias" or "mask"
+    array: str  # its name in the function
+    axes: str  # the variables of its index, in the order of b, h, i, j
+
+
+_LEADING = "", "h", "b", "bh"
+_OF_PAIRS = frozenset(axes + "ij" for axes in _LEADING)
+_OF_HEADS = frozenset({"h", "bh"})
+
+
+def array_option(root: Node) -> ArrayOption | None:
+    """The option that does with an array what a function does, or None."""
+    if root.dtype == "bool":
+        return _read("mask", root, _OF_PAIRS)
+    if root.op not in ("add", "sub"):
+        return None
+    first, second = root.args
+    if root.op == "add" and _is_s(second):
+        first, second = second, first
+    if not _is_s(first):
+        return None
+    if root.op == "add" and (bias := _read("bias", second, _OF_PAIRS)):
+        return bias
+    sign, factors = _product(second)
+    if sign != (1 if root.op == "sub" else -1) or len(factors) != 2:
+        return None
+    for slope, distance in (factors, factors[::-1]):
+        if _is_distance(distance):
+            return _read("alibi_slopes", slope, _OF_HEADS)
+    return None
+
+
+def _is_s(n):
+    return (n.op, n.value) == ("var", "s")
+
+
+def _read(option, n, known):
+    """The option of an array read at the variables themselves; None if it is not."""
+    if n.op != "load" or n.dtype != ("bool" if option == "mask" else "float"):
+        return None
+    axes = "".join(a.value if a.op == "var" else "?" for a in n.args)
+    return ArrayOption(option, n.value, axes) if axes in known else None
+
+
+def _product(n):
+    """(sign, factors) of a product of floats."""
+    if n.op == "float":  # of an integer
+        return _product(n.args[0])
+    if n.op == "neg":
+        sign, factors = _product(n.args[0])
+        return -sign, factors
+    if n.op == "mul":
+        (sign, factors), (other, more) = map(_product, n.args)
+        return sign * other, factors + more
+    return 1, [n]
+
+
+def _is_distance(n):
+    """Whether this is the distance between i and j, as an integer or a float."""
+    if n.op == "float":
+        return _is_distance(n.args[0])
+    if n.op not in ("abs", "max"):
+        return False
+    inner = [a.args[0] if a.op == "float" else a for a in n.args]
+    terms = [_sum(a, 1, {}) if a.dtype == "int" else None for a in inner]
+    if None in terms:
+        return False
+    found = [{name: x for name, x in of.items() if x} for of in terms]
+    if not all(of in ({"i": 1, "j": -1}, {"i": -1, "j": 1}) for of in found):
+        return False
+    return n.op == "abs" or found[0] != found[1]

@@ -1,6 +1,6 @@
-"""Softmax, attention and points of Dask arrays: more than memory, many processes.
+"""Softmax, attention and points for Dask arrays: larger than memory, many processes.
 
-The functions of the package, for `dask.array.Array` with NumPy or CuPy chunks. Results
+The functions of the package for `dask.array.Array`, with NumPy or CuPy chunks. Results
 are lazy. You can chunk along any axis, including those that a sum runs over. The plain
 function computes each chunk, and the chunks of a row only exchange two numbers per row
 (or out and lse of attention), joined in a tree. A worker holds chunks and these

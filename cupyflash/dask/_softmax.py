@@ -61,9 +61,9 @@ def softmax(
     Each chunk gives its own softmax, its maximum m, and t, the logarithm of its sum of
     ``exp(scale * (x - m))``. The pairs (m, t) of a row are joined in a tree, and
     each chunk is multiplied by its share, ``exp(scale * (m - m_row) + t - t_row)`` in
-    float64. Beside the error of `cupyflash.softmax`, that of the share is up to 2e-16
-    times its logarithm. Until a row's total is known, one number per element
-    is kept in place of `x`.
+    float64. The error of the share, up to 2e-16 times its logarithm, comes on top of
+    that of `cupyflash.softmax`. Until a row's total is known, one number per element is
+    kept in place of `x`.
 
     Examples
     --------
@@ -199,8 +199,8 @@ def logsumexp(
 
     Notes
     -----
-    A chunk gives the logarithm and the sign of its sum; these are joined by the same
-    function, along a tree.
+    Each chunk gives the logarithm and the sign of its sum. The same function joins them
+    in a tree.
     """
     if unknown:
         foreign_names.refuse("logsumexp", unknown)

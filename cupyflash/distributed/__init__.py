@@ -1,8 +1,9 @@
 """Attention over sequences that are spread over processes, one GPU or CPU each.
 
-Each process, a rank, has its part of q, k and v, cut along the sequence by `shard`, and
-gets its part of the result. Keys and values travel while the part before is computed;
-no rank ever holds them all. NumPy arrays travel by sockets or MPI, CuPy arrays by NCCL.
+`shard` cuts q, k and v along the sequence. Each process, called a rank, has one part
+and gets its part of the result. While one part is being computed, the keys and values
+of the next are on their way, and no rank ever holds all of them. NumPy arrays travel by
+sockets or MPI, CuPy arrays by NCCL.
 
 >>> import numpy as np
 >>> from cupyflash import distributed

@@ -16,18 +16,18 @@ TIMEOUT = 600.0
 class Comm(abc.ABC):
     """The ranks of one job, and how arrays get from one to another.
 
-    `connect` makes one. Another transport is a subclass with `exchange`, `all_gather`
-    and, where they matter, `finish`, `abort` and `close`; every rank calls the same
-    methods in the same order.
+    `connect` returns one. To add a transport, write a subclass with `exchange`,
+    `all_gather` and, if it needs them, `finish`, `abort` and `close`. Every rank calls
+    the same methods in the same order.
 
     Attributes
     ----------
     rank, size : int
-        This process among all, from 0, and how many there are.
+        The number of this process, from 0, and how many there are.
     local_rank : int
-        This process among those of its machine; the number of its GPU.
+        The number of this process on its machine, which is also that of its GPU.
     timeout : float
-        Seconds that a rank waits for another.
+        How many seconds a rank waits for another.
     """
 
     def __init__(

@@ -23,23 +23,23 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
     Parameters
     ----------
     mpi : mpi4py.MPI.Comm, optional
-        Its ranks, by MPI. By default the ranks are those that the launcher has told in
-        environment variables; without any this process is the only rank.
+        Use its ranks, over MPI. By default the launcher's environment variables say
+        which ranks there are; without any, this process is the only rank.
     timeout : float, default 600
-        Seconds that a rank waits for another: here, and for each message.
+        How many seconds a rank waits for another, here and for each message.
 
     Returns
     -------
     Comm
-        To be given to the functions of this package. CuPy arrays travel by NCCL, which
-        the first call with one starts.
+        Pass it to the functions of this package. CuPy arrays travel by NCCL, which
+        starts with the first call on one.
 
     Raises
     ------
     TypeError
         If `mpi` is not a communicator of mpi4py.
     ValueError
-        If `timeout` or an environment variable is no such number.
+        If `timeout` or an environment variable is not a valid number.
     ImportError
         If MPI started this process on several machines and mpi4py is missing.
     TimeoutError, ConnectionError

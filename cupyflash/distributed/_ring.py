@@ -125,13 +125,13 @@ def attention(
     Parameters
     ----------
     q, k, v : array_like
-        This rank's part of the queries, keys and values, as `shard` deals them; else as
-        in `cupyflash.attention`. NumPy, or CuPy with one GPU a rank.
+        This rank's part of the queries, keys and values, as `shard` returns it;
+        otherwise as in `cupyflash.attention`. NumPy, or CuPy with one GPU per rank.
     comm : Comm, optional
         The ranks, from `connect`; by default one connection of the process.
     bias, mask : array_like, optional
-        As in `cupyflash.attention`, for the queries of this rank and all keys, these in
-        the order of the whole sequence.
+        As in `cupyflash.attention`, for the queries of this rank and all keys, in the
+        order of the whole sequence.
     scale, causal, window, softcap, sinks, alibi_slopes, layout, precision, method
         As in `cupyflash.attention`.
     query_offset, query_lengths, key_lengths : int or array_like of int, optional
@@ -145,15 +145,15 @@ def attention(
     Returns
     -------
     out : ndarray
-        The result for this rank's queries, as of `cupyflash.attention`.
+        The result for this rank's queries, as in `cupyflash.attention`.
     lse : ndarray
         Only with `return_lse`.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As of `cupyflash.attention`. ValueError also on every rank where arguments of
-        one are refused, or are not those of the others.
+        As in `cupyflash.attention`. If one rank's arguments are invalid or differ from
+        the others', every rank raises a ValueError.
     ConnectionError, TimeoutError
         If another rank has died, or does not answer; this comm cannot be used any more.
 
@@ -167,10 +167,10 @@ def attention(
     At step t a rank computes with the keys of the t-th rank before it, while those of
     the next step are on their way [1]_; results are joined by
     `cupyflash.merge_attention_states` in float32 (float64 for float64), up to eight at
-    once: each part is rounded to the dtype, and what eight of them give again. In a
-    zigzag the ranks have equal work under a causal mask [2]_. Keys that no query of a
+    a time. Each part is rounded to the dtype, and so is the result of joining eight. In
+    a zigzag the ranks have equal work under a causal mask [2]_. Keys that no query of a
     rank sees are not sent to it. A rank holds its own keys, those of two others, and up
-    to eight results; these are the same in every run.
+    to eight results. Results are the same in every run.
 
     Each call begins with a short message from every rank to every other, which shows
     that they all make the same call. On GPUs a call returns when the keys have arrived,
@@ -245,7 +245,7 @@ def attention_vjp(
     Parameters
     ----------
     dout : array_like, of the shape and dtype of `out`
-        Gradient of a number by this rank's part of the result.
+        Gradient of a loss with respect to this rank's part of the result.
     q, k, v, out, lse : array_like
         This rank's parts of the inputs and results of `attention`.
     comm : Comm, optional
@@ -254,9 +254,9 @@ def attention_vjp(
 query_lengths, key_lengths, layout, precision, zigzag
         As in the call of `attention`.
     method : {"auto", "tiled"}, default "auto"
-        Gradients have one method.
+        There is only one method for gradients.
     dlse : array_like, of the shape and dtype of `lse`, optional
-        Gradient of the same number by `lse`.
+        Gradient of the same loss with respect to `lse`.
     deterministic : bool, default False
         Make gradients bit-identical in every run. In float32 and float64 they always
         are.
@@ -264,14 +264,14 @@ query_lengths, key_lengths, layout, precision, zigzag
     Returns
     -------
     AttentionGrads
-        ``(dq, dk, dv, None, None, None)`` of this rank's queries, keys and values:
-        gradients of bias and sinks are not made over ranks.
+        ``(dq, dk, dv, None, None, None)`` for this rank's queries, keys and values.
+        Gradients of bias and sinks are not available over ranks.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As of `cupyflash.attention_vjp`. ValueError also on every rank where arguments
-        of one are refused, or are not those of the others.
+        As in `cupyflash.attention_vjp`. If one rank's arguments are invalid or differ
+        from the others', every rank raises a ValueError.
     ConnectionError, TimeoutError
         If another rank has died, or does not answer; this comm cannot be used any more.
 
@@ -281,9 +281,9 @@ query_lengths, key_lengths, layout, precision, zigzag
 
     Notes
     -----
-    Keys and values travel as in `attention`. What the queries of a rank give to dk and
-    dv of another is sent home in the dtype of `k` while the next step is computed, and
-    summed there in float32 (float64 for float64), in the order of the steps.
+    Keys and values travel as in `attention`. Contributions to dk and dv of another rank
+    are sent home in the dtype of `k` while the next step is computed, and summed there
+    in float32 (float64 for float64), in the order of the steps.
 
     Examples
     --------
@@ -644,7 +644,7 @@ def _backward(call):
             dq.add(c.rows, grads.dq)
             dk.add(part, grads.dk)
             dv.add(part, grads.dv)
-        home.send(shift, dk.total(), dv.total())
+        home.send(shift, dk, dv)
     if row_sums is not None:
         if call.given["sinks"] is not None:
             for rows, options in call.options_of_no_keys():
@@ -653,11 +653,12 @@ def _backward(call):
         dq.add(
             slice(0, q.shape[-2]), _summed_to(q.shape, call.plan.problem.scale * lack)
         )
+    dq = dq.total(call.given["q"].dtype)  # while the last dk and dv are on their way
     dk, dv = home.sums()
     return AttentionGrads(
         *(
             call.as_given(x, call.given[name].ndim, call.given[name].dtype)
-            for name, x in (("q", dq.total()), ("k", dk), ("v", dv))
+            for name, x in (("q", dq), ("k", dk), ("v", dv))
         )
     )
 
@@ -681,30 +682,44 @@ def _summed_to(shape, x):
 
 
 class _Sum:
-    """A gradient of the shape of `like`, made of those of parts of its rows."""
+    """A gradient of the shape of `like`, made of those of parts of its rows.
+
+    Sums are in `dtype`. The latest part waits: the last one is added and the sum
+    rounded in one pass over memory. The first one is kept as it is, and changed.
+    """
 
     def __init__(self, like, dtype, xp):
         self._shape, self._dtype, self._xp = like.shape, dtype, xp
-        self._first, self.sum = None, None
+        self._sum, self._waiting = None, None
 
     def add(self, rows, part):
-        if self._first is None and self.sum is None and part.shape == self._shape:
-            self._first = part  # of which the only one needs no sum
-            return
-        if self.sum is None:
-            self.sum = self._xp.zeros(self._shape, self._dtype)
-        if self._first is not None:
-            _bits.add(self.sum, self._first)
-            self._first = None
-        _bits.add(self.sum[..., rows, :], part)
+        if self._waiting is not None:
+            self._sum = self._with_waiting()
+        self._waiting = rows, part
 
-    def total(self):
-        """The sum, in the dtype of its only part or of sums."""
-        if self._first is not None:
-            return self._first
-        return (
-            self._xp.zeros(self._shape, self._dtype) if self.sum is None else self.sum
-        )
+    def total(self, dtype=None):
+        """The sum in a dtype; by default in that of its only part or of sums."""
+        if self._waiting is None:
+            return self._xp.zeros(self._shape, dtype or self._dtype)
+        if dtype is None:
+            return self._with_waiting()
+        return _bits.cast(self._xp, self._with_waiting(dtype), dtype)
+
+    def _with_waiting(self, dtype=None):
+        """The sum with the part that waits, rounded to a dtype if that saves a pass."""
+        rows, part = self._waiting
+        if part.shape == self._shape:
+            if self._sum is None:
+                return part
+            return _bits.summed(self._xp, self._sum, part, dtype or self._dtype)
+        if self._sum is None:
+            total = self._xp.zeros(self._shape, dtype or self._dtype)
+        else:
+            # What one part alone gave is added to as it is: that rounds once, too.
+            sums = self._sum.dtype if dtype else self._dtype
+            total = _bits.cast(self._xp, self._sum, sums)
+        _bits.add(total[..., rows, :], part)
+        return total
 
 
 class _Home:
@@ -722,12 +737,12 @@ class _Home:
         whole = slice(0, self._like[0].shape[-2])
         if shift == 0:
             for total, part in zip(self._sums, (dk, dv), strict=True):
-                total.add(whole, part)
+                total.add(whole, part.total())
             return
         source, target = shifted(comm, shift)
         xp = call.xp
         sent = [
-            _bits.contiguous(xp, _bits.cast(xp, part, x.dtype))
+            _bits.contiguous(xp, part.total(x.dtype))
             for part, x in zip((dk, dv), self._like, strict=True)
         ]
         first, end = call.plan.needed(source, comm.rank)
@@ -747,7 +762,10 @@ class _Home:
 
     def sums(self):
         self._take()
-        return [total.total() for total in self._sums]
+        return [
+            total.total(x.dtype)
+            for total, x in zip(self._sums, self._like, strict=True)
+        ]
 
     def _take(self):
         """Add what has been posted before."""

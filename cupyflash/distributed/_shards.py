@@ -112,7 +112,7 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     Parameters
     ----------
     x : array_like
-        This rank's part, as of `shard` or of `attention`; NumPy or CuPy.
+        This rank's part, as returned by `shard` or `attention`; NumPy or CuPy.
     comm : Comm
         The ranks; each calls this.
     axis : int, default -2

@@ -42,10 +42,10 @@ def _whitened(covariance, columns, middle):
 class GaussianKDE(stats.gaussian_kde):
     """Kernel density estimate with Gaussian kernels of the data's full covariance.
 
-    Attributes, methods and arguments are those of `scipy.stats.gaussian_kde` [1]_ [2]_,
-    of which this is a subclass; densities and integrals over other estimates are sums
-    of this package, and `gradient` is new. The data may be a CuPy array, too: then
-    points are given and results returned as CuPy arrays.
+    This is a subclass of `scipy.stats.gaussian_kde` [1]_ [2]_ with the same attributes,
+    methods and arguments, plus `gradient`. Densities, and integrals over other
+    estimates, are computed without storing a matrix. If the data are a CuPy array, so
+    are the points that you pass and the results that you get.
 
     Parameters
     ----------
@@ -65,15 +65,15 @@ class GaussianKDE(stats.gaussian_kde):
 
     Notes
     -----
-    Points are multiplied by the inverse Cholesky factor of the covariance, where the
-    kernels have a bandwidth of 1. Densities at the dataset itself (the same
-    array object) take half the time on NumPy. The covariance is kept on the host, so
+    Points are first multiplied by the inverse Cholesky factor of the covariance, so
+    that the kernels have a bandwidth of 1. On NumPy, densities at the dataset itself
+    (the same array object) take half the time. The covariance is kept on the host, so
     creating an estimate from CuPy arrays waits for the device.
 
     References
     ----------
-    .. [1] D. W. Scott, "Multivariate density estimation", Wiley, 1992.
-    .. [2] B. W. Silverman, "Density estimation for statistics and data analysis",
+    .. [1] David W. Scott, "Multivariate density estimation", Wiley, 1992.
+    .. [2] Bernard W. Silverman, "Density estimation for statistics and data analysis",
        Chapman and Hall, 1986.
 
     Examples
@@ -213,7 +213,7 @@ class GaussianKDE(stats.gaussian_kde):
         ----------
         points : ndarray, shape (d, m) or (m,)
         log : bool, default False
-            Whether of the logarithm, the score.
+            Return the gradient of the logarithm, also called the score.
 
         Returns
         -------
@@ -276,7 +276,7 @@ class GaussianKDE(stats.gaussian_kde):
     def integrate_box(
         self, low_bounds: Any, high_bounds: Any, maxpts: int | None = None, **options
     ) -> Any:
-        """Integral of the density over a box; options are those of SciPy, as rng."""
+        """Integral of the density over a box; takes SciPy's options, such as rng."""
         if self._xp() is np:
             return super().integrate_box(low_bounds, high_bounds, maxpts, **options)
         if self.d == 1:

@@ -62,17 +62,17 @@ def mean_shift(
     x : ndarray, shape (N, D)
         The points; NumPy or CuPy.
     bandwidth : float
-        Of the kernel.
+        Bandwidth of the kernel.
     seeds : ndarray, shape (S, D), optional
         Where to start; all points by default.
     kernel : str or function, default "gaussian"
         As in `mean`; "flat" counts the points within a bandwidth, as scikit-learn's
         `MeanShift` does.
     cluster_all : bool, default True
-        Whether points farther than a bandwidth from all centres belong to the nearest
-        one; otherwise their label is -1.
+        Assign points that are farther than a bandwidth from every centre to the nearest
+        one. Otherwise their label is -1.
     max_iter : int, default 300
-        Most iterations.
+        Largest number of iterations.
     progress : callable, optional
         Called as ``progress(iteration, largest move in bandwidths)``.
 
@@ -84,7 +84,7 @@ def mean_shift(
     Raises
     ------
     ValueError, TypeError
-        As `mean`; ValueError also where there is no point, or one is not finite.
+        As in `mean`. ValueError also if there are no points, or some are not finite.
 
     Notes
     -----

@@ -50,17 +50,17 @@ class _Products:
     _transpose = _adjoint
 
     def preconditioner(self, rank: int = 100, rng: Any = None) -> Any:
-        """Inverse of ``C W^-1 C^T + diagonal``, for ``M=`` of `cg`.
+        """Inverse of ``C W^-1 C^T + diagonal``, to pass to `cg` as ``M=``.
 
-        C has the kernels of all points and `rank` of them, drawn at random, W those of
-        these: Nyström's approximation [1]_.
+        This is Nyström's approximation [1]_: `rank` points are drawn at random. C holds
+        the kernels between all points and these, W those among these.
 
         Parameters
         ----------
         rank : int, default 100
-            Columns that are stored, N numbers each.
+            How many columns of N numbers to store.
         rng : int or numpy.random.Generator, optional
-            Draws the points.
+            For drawing the points.
 
         Returns
         -------
@@ -69,7 +69,7 @@ class _Products:
         Raises
         ------
         ValueError
-            If there is no `diagonal`, x and y are not one array, or `rank` is below 1.
+            If there is no `diagonal`, x is not y, or `rank` is below 1.
 
         References
         ----------
@@ -113,10 +113,10 @@ class _Products:
 class KernelOperator(_Products, LinearOperator):
     """Matrix of kernels of two clouds as a linear operator, never stored.
 
-    ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``, in the dtype of the points
-    whatever that of v, which may be complex. Of NumPy arrays it is a
-    `scipy.sparse.linalg.LinearOperator`, of CuPy arrays one of `cupyx.scipy`, which the
-    solvers of the same library take.
+    ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``, computed in the dtype of the
+    points. `v` may have any dtype, also a complex one. With NumPy arrays you get a
+    `scipy.sparse.linalg.LinearOperator` for SciPy's solvers, with CuPy arrays that of
+    `cupyx.scipy` for CuPy's.
 
     Parameters
     ----------
@@ -125,8 +125,8 @@ class KernelOperator(_Products, LinearOperator):
     kernel, bandwidth
         As in `kernel_sum`.
     diagonal : float, default 0.0
-        Added to the diagonal, for N = M: the noise of a Gaussian process, the strength
-        of a ridge.
+        Added to the diagonal (N must equal M), such as the noise of a Gaussian process
+        or the strength of a ridge regression.
 
     Raises
     ------

@@ -51,14 +51,15 @@ def logsumexp(
     ValueError
         If shapes do not agree, or the bandwidth is not above 0.
     TypeError
-        If NumPy and CuPy arrays are mixed, or an array holds no real numbers.
+        If NumPy and CuPy arrays are mixed, or an array does not hold real numbers.
 
     Notes
     -----
     Differences are taken before squaring where products would lose digits, so the
-    clouds may lie anywhere: float32 results are within 2e-6 of the exact ones, float64
-    results within 1e-13. Tiles of points too far apart to matter are skipped. Points
-    whose squared distance in bandwidths overflows are infinitely far apart.
+    clouds may lie anywhere: float32 results are within 2e-6 of the exact ones, and two
+    units in the last place, float64 results within 1e-13 of 1 plus their size. Tiles of
+    points too far apart to matter are skipped. Points whose squared distance in
+    bandwidths overflows are infinitely far apart.
 
     "tf32" matters to the gaussian kernel of float32 points in 9 dimensions or more, on
     a GPU; other calls ignore it. Coordinates are rounded as measured from c, midway
@@ -196,7 +197,7 @@ def mean(
     x : ndarray, shape (..., N, D)
         Points at which the mean is taken; NumPy or CuPy.
     y : ndarray, shape (..., M, D)
-        Points that have the values. Leading axes broadcast.
+        Points that the values belong to. Leading axes broadcast.
     v : ndarray, shape (..., M, V) or (M,)
         Values.
     log_weights : ndarray, shape (..., M), optional
@@ -204,7 +205,7 @@ def mean(
     kernel, bandwidth, precision
         As in `logsumexp`.
     return_lse : bool, default False
-        Also return the logarithm of the denominator, as of `logsumexp`.
+        Also return the logarithm of the denominator, as `logsumexp` does.
 
     Returns
     -------
@@ -222,7 +223,7 @@ def mean(
     ----------
     .. [1] E. A. Nadaraya, "On estimating regression", Theory of Probability and its
        Applications 9, 1964.
-    .. [2] G. S. Watson, "Smooth regression analysis", Sankhya A 26, 1964.
+    .. [2] Geoffrey S. Watson, "Smooth regression analysis", Sankhya A 26, 1964.
 
     Examples
     --------

@@ -12,8 +12,9 @@ from cupyflash._core.typing import Array, Precision
 from cupyflash._points import problem as points_problem
 from cupyflash.points._reductions import logsumexp, mean
 
-# Iterations from one look at the marginals to the next.
-_LOOK = 5
+# Iterations from one look at the marginals to the next, and pairs from which on a look
+# costs less than the iteration that it may save.
+_LOOK, _MANY_PAIRS = 5, 1 << 32
 # Of one epsilon to the next, on the way down to the last.
 _SCALING = 0.25
 # Errors of marginals, by the squared diameter in epsilons, from which on log-sums are
@@ -114,17 +115,17 @@ class Transport:
     Attributes
     ----------
     value : ndarray, shape (...)
-        The dual objective: what the plan costs plus the entropy and, with `reach`, the
+        The dual objective: the cost of the plan, the entropy and, with `reach`, the
         divergences of the marginals.
     f, g : ndarray, shapes (..., N) and (..., M)
         Dual potentials.
     plan : Plan
-        Of entries ``a_i b_j exp((f_i + g_j - |x_i - y_j|**2) / epsilon)``.
+        With entries ``a_i b_j exp((f_i + g_j - |x_i - y_j|**2) / epsilon)``.
     iterations : int
-        How many were done at the last epsilon.
+        Number of iterations at the last epsilon.
     error : float
-        Largest L1 error of a marginal when last looked at; of the fixed point with
-        `reach`.
+        Largest L1 error of a marginal, or with `reach` of the fixed point, when last
+        checked.
     converged : bool
         Whether the error was below `tol`.
     """
@@ -229,22 +230,23 @@ def sinkhorn(
     x, y : ndarray, shapes (..., N, D) and (..., M, D)
         The clouds; NumPy or CuPy. Leading axes broadcast.
     a, b : ndarray, shapes (..., N) and (..., M), optional
-        Their weights, 1 / N and 1 / M by default. Without `reach` both have one sum.
+        Their weights, by default 1 / N and 1 / M. Without `reach` both must have the
+        same sum.
     epsilon : float
         Strength of the entropy, a squared length.
     reach : float, optional
-        Length at which it costs as much to leave mass as to move it: marginals are held
-        by ``reach**2`` times their Kullback-Leibler divergence [2]_.
+        Distance at which leaving mass behind costs as much as moving it: deviations of
+        the marginals cost ``reach**2`` times their Kullback-Leibler divergence [2]_.
     tol : float, optional
-        L1 error of a marginal, as a part of its sum, at which to stop; 1e-6, for
-        float32 1e-4.
+        L1 error of a marginal, relative to its sum, at which to stop. By default 1e-6,
+        or 1e-4 for float32.
     max_iter : int, default 1000
-        Most iterations at `epsilon`.
+        Largest number of iterations at `epsilon`.
     precision : {"float32", "tf32"}, default "float32"
-        As in `logsumexp`. "tf32" transports points that are rounded alike in both
-        directions, so marginals are met as well as without it.
+        As in `logsumexp`. With "tf32" the points are rounded in the same way in both
+        directions, so the marginals are met as well as without it.
     progress : callable, optional
-        Called as ``progress(iteration, error)`` at each look at the error.
+        Called as ``progress(iteration, error)`` whenever the error is checked.
 
     Returns
     -------
@@ -254,19 +256,20 @@ def sinkhorn(
     Raises
     ------
     ValueError, TypeError
-        If shapes or sums do not agree, or a number is out of its range. Points and
-        weights of NumPy arrays are looked at, too: all must be finite.
+        If shapes or sums do not agree, or a number is out of range. Points and weights
+        in NumPy arrays are checked too: all must be finite.
 
     Notes
     -----
-    Each update of a potential is one `logsumexp` over the other cloud. Epsilon falls
-    from the clouds' squared diameter to its last value, by a factor of 4 an iteration.
-    There the iteration is accelerated as described in [3]_ and [4]_, from its last 5
-    differences. An extrapolation that more than doubles the error is undone, and plain
-    iterations follow, so that it converges whenever they do. Where both clouds are one
-    array with one weight, so are the potentials, which are then averaged with their
-    updates [2]_. The error is read every fifth iteration; in between nothing waits for
-    a GPU. On NumPy every error is read, and float64 begins with log-sums of float32.
+    Each update of a potential is one `logsumexp` over the other cloud. Epsilon starts
+    at the squared diameter of the clouds and is divided by 4 in each iteration until it
+    reaches its final value. There the iteration is accelerated as described in [3]_ and
+    [4]_, from its last 5 differences. An extrapolation that more than doubles the error
+    is undone, and plain iterations follow, so that it converges whenever they do. If
+    both clouds are the same array with the same weights, there is a single potential,
+    which is averaged with its update [2]_. On a GPU the error is read every fifth
+    iteration, and nothing waits in between. From 2^32 pairs on, and on NumPy, it is
+    read in every iteration. On NumPy, float64 starts with log-sums in float32.
 
     References
     ----------
@@ -346,13 +349,13 @@ def sinkhorn_divergence(
 
     As described in [1]_.
 
-    It is 0 where both are the same, never below, and has a gradient that moves one
-    cloud to the other, which the entropy alone would shrink.
+    It is never negative, and 0 if the clouds are the same. Its gradient moves one cloud
+    onto the other, whereas the gradient of `sinkhorn` alone would also shrink it.
 
     Parameters
     ----------
     x, y, a, b, epsilon, reach, tol, max_iter, precision, progress
-        As of `sinkhorn`, which is called for x and y, x and x, y and y.
+        As in `sinkhorn`, which is called for x and y, x and x, and y and y.
 
     Returns
     -------
@@ -426,6 +429,8 @@ class _Solver:
             sides[1].potential = sides[0].potential
         # The first iterations on NumPy need no more digits, and take half the time.
         self.coarse = xp is np and sides[0].points.dtype == np.float64
+        pairs = math.prod(side.points.shape[-2] for side in sides)
+        self.looks_always = xp is np or pairs >= _MANY_PAIRS
         self.middle, self.box = _middle_and_box(xp, sides)
 
     def target(self, side, other, epsilon):
@@ -490,7 +495,7 @@ class _Solver:
             target, error = self.step(epsilon)
             done += 1
             look = done % _LOOK == 0 or done == max_iter
-            if look or self.xp is np:  # else a look would wait for the GPU
+            if look or self.looks_always:  # else a look would wait for the GPU
                 last = float(error.max()) if error.size else 0.0
                 met = last <= tol and not self.coarse
                 stop = met or not math.isfinite(last)

@@ -1,4 +1,4 @@
-"""Whether two samples have one distribution: energy distance, MMD, permutations."""
+"""Tests of two samples for the same distribution: energy distance, MMD."""
 
 import math
 from collections.abc import Callable
@@ -55,24 +55,24 @@ def energy_distance(
     permutations : int, default 0
         If positive, test whether both come from the same distribution.
     rng : int or numpy.random.Generator, optional
-        Draws the permutations.
+        For drawing the permutations.
     progress : callable, optional
         Called as ``progress(done, permutations)``.
 
     Returns
     -------
     ndarray of shape (), or TwoSampleTest
-        The latter with `permutations`.
+        The latter if `permutations` is positive.
 
     Raises
     ------
     ValueError, TypeError
-        As `kernel_sum`; ValueError also for a sample without points.
+        As in `kernel_sum`. ValueError also for a sample without points.
 
     Notes
     -----
-    With weights b of 1 / N for the points of x and -1 / M for those of y, the square is
-    ``b @ K @ b`` of the kernel -d. Each permutation is a column of b.
+    Let b be 1 / N for the points of x and -1 / M for those of y. The square is
+    ``b @ K @ b`` with the kernel -d, and each permutation is one column of b.
 
     References
     ----------
@@ -120,28 +120,28 @@ def mmd(
         As in `kernel_sum`.
     unbiased : bool, default True
         Leave out the pairs of a point with itself, so that the expected value is 0 for
-        samples of one distribution; else the square is at least 0.
+        samples from the same distribution. Otherwise the square is never negative.
     permutations : int, default 0
         If positive, test whether both come from the same distribution.
     rng : int or numpy.random.Generator, optional
-        Draws the permutations.
+        For drawing the permutations.
     progress : callable, optional
         Called as ``progress(done, permutations)``.
 
     Returns
     -------
     ndarray of shape (), or TwoSampleTest
-        The latter with `permutations`.
+        The latter if `permutations` is positive.
 
     Raises
     ------
     ValueError, TypeError
-        As `kernel_sum`; ValueError also for samples of fewer points than the estimate
-        needs, 1 or, unbiased, 2.
+        As in `kernel_sum`. ValueError also for samples with fewer than 1 point, or 2
+        if `unbiased`.
 
     References
     ----------
-    .. [1] A. Gretton et al., "A kernel two-sample test", JMLR 13, 2012.
+    .. [1] Arthur Gretton et al., "A kernel two-sample test", JMLR 13, 2012.
 
     Examples
     --------

@@ -35,8 +35,12 @@ import readme_tables  # noqa: E402
 
 
 def report(name):
-    """A report, with a line on where it was made."""
-    content = json.loads((RESULTS / name).read_text("utf-8"))
+    """A report by its name."""
+    return name, json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def rows_of(name, content):
+    """The rows of a report, after a line on where it was made."""
     machine = content["machine"]
     where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
     versions = [f"{p} {machine[p]}" for p in ("cupy", "torch", "numpy") if p in machine]
@@ -74,7 +78,7 @@ def bars(rows, unit, factor, providers, title):
 # Memory bandwidth is the limit: ``copy`` is the rate at which the card copies the same
 # number of bytes.
 
-rows = report("softmax_h200.json")
+rows = rows_of(*readme_tables.newest("softmax"))
 bars(rows, "GB/s", 1e-9, ("tiled", "cupyx", "torch", "copy"), "softmax")
 
 # %%
@@ -94,7 +98,7 @@ for _, peer, label, ours, theirs in readme_tables.cells():
 # older than Ampere run. First float32 and float64, then 16 bits, where the other
 # libraries use tensor cores.
 
-rows = report("attention_h200.json")
+rows = rows_of(*report("attention_h200.json"))
 providers = ("tiled", "safe", "cupy + cupyx", "torch efficient", "torch math")
 full = [row for row in rows if row["dtype"] in ("float32", "float64")]
 bars(full, "TFLOP/s", 1e-12, providers, "attention, float32 and float64")
@@ -109,7 +113,7 @@ bars(half, "TFLOP/s", 1e-12, providers, "attention, 16 bits")
 # On a CPU
 # --------
 
-for row in report("cpu.json"):
+for row in rows_of(*report("cpu.json")):
     if "seconds" in row:
         extra = row.get("extra_bytes")
         memory = f"{extra / 2**20:8.1f} MiB extra memory" if extra else ""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,11 @@ from cupyflash._cli import measure as _measure
 from cupyflash._softmax.cpu.blocks import Block, SmallBlock
 
 METHODS = ("naive", "safe", "online", "tiled")
-RESULTS = Path(cupyflash.__file__).parent.parent / "benchmarks" / "results"
+ROOT = Path(cupyflash.__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+sys.path.insert(0, str(ROOT / "tools"))
+import readme_tables  # noqa: E402
 
 # What tutorials promise of the fused kernel: how many times faster, and smaller.
 FASTER, SMALLER = (2, 4), (10, 20)
@@ -126,8 +131,13 @@ def counted():
 
 
 def result(name):
-    """A report that a run wrote, such as ``softmax_h200``."""
+    """A report that a run wrote, such as ``hopper_terms_h200``."""
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def newest(kind):
+    """The last report of a benchmark on a GPU, such as ``softmax``."""
+    return readme_tables.newest(kind)[1]
 
 
 def ladder(report, operation):

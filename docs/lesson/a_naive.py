@@ -66,7 +66,7 @@ assert np.isfinite(cupyflash.softmax(np.float32([88.7, 0]), method="naive")[0])
 # %%
 # The same on a GPU, from a run of ``make demo`` there (None is NaN):
 
-demo = measured.result("demo_h200")
+demo = measured.newest("demo")
 print(measured.source(demo))
 for row in demo["ladder"]["overflow"]:
     print(f"  x = {row['x']:5}   naive {row['naive']!s:31} tiled {row['tiled']}")

@@ -67,7 +67,7 @@ assert moved == {"naive": 3, "safe": 4, "online": 3, "tiled": 2}
 # If moving numbers were all, the time of a method would follow from the time of a copy,
 # which moves 2 N. Both were measured in one run, for arrays of 16384 x 4096 float32:
 
-report = measured.result("softmax_h200")
+report = measured.newest("softmax")
 case = "16384 x 4096 float32"
 took = {r["provider"]: 1e6 * r["seconds"] for r in report["rows"] if r["case"] == case}
 expected = {method: took["copy"] * moved[method] / 2 for method in moved}
@@ -94,7 +94,7 @@ ax.legend()
 # The GPU can tell us, because it counts the bytes that its memory moves. A profiler
 # read those counters while each method ran once on arrays of the same size.
 
-dram = measured.result("dram_h200")
+dram = measured.newest("dram")
 print(measured.source(dram))
 read = {}
 for row in dram["rows"]:

@@ -153,7 +153,7 @@ measured.check_claims(rows, plain="safe", fused="online")
 # %%
 # And on the GPU, 64 rows of a million:
 
-report = measured.result("softmax_h200")
+report = measured.newest("softmax")
 case = "64 x 1048576 float32"
 print(measured.source(report))
 timed = [r for r in report["rows"] if r["case"] == case and r.get("seconds")]

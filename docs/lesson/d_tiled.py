@@ -163,7 +163,7 @@ measured.check_claims(rows, plain="safe")
 # %%
 # And on the GPU:
 
-demo = measured.result("demo_h200")
+demo = measured.newest("demo")
 on_gpu = measured.ladder(demo, "attention")
 print(measured.source(demo))
 measured.print_rows(on_gpu)
@@ -173,7 +173,7 @@ measured.check_claims(on_gpu, plain="safe")
 # %%
 # What the memory of that card moved for one head of N = 16384, by its own counters:
 
-dram = measured.result("dram_h200")
+dram = measured.newest("dram")
 print(measured.source(dram))
 n, head_dim = dram["shapes"]["attention"]
 for row in dram["rows"]:

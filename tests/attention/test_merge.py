@@ -1,5 +1,6 @@
 """merge_attention_states against the oracle."""
 
+import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from placing import FORMS, empty, place
 
 import cupyflash
+from cupyflash._attention.gpu import combine_config
 
 INF, NAN = np.inf, np.nan
 
@@ -223,3 +225,29 @@ def test_any_shape(xp, shape, head_dim, form, data):
     placed = place(xp, outs, form), place(xp, lses, form)
     result = cupyflash.merge_attention_states(*placed, axis=axis)
     check(xp, outs, lses, result, axis % len(shape))
+
+
+@pytest.mark.parametrize("head_dim", [4, 8, 24, 64, 128, 264])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_rows_of_whole_vectors(xp, rng, monkeypatch, dtype, head_dim):
+    """As of many rows: several to a warp, fewer to the last; and not aligned."""
+    monkeypatch.setattr(combine_config, "_MANY_ROWS", 1)
+    for count, first in ((2, 0), (3, 1), (9, 0), (37, 0)):
+        outs, lses = parts(rng, (count, 3, 5), head_dim, dtype)
+        lses[:, 0, 1] = lses[1:, 1, 2] = -INF
+        outs[np.isneginf(lses)] = NAN
+        outs[:, 2, 2], lses[:, 2, 2] = float(ml_dtypes.finfo(outs.dtype).max), 0
+        room = np.zeros((count, 3, 5, head_dim + 8), outs.dtype)
+        room[..., first : first + head_dim] = outs
+        placed = place(xp, room)[..., first : first + head_dim]
+        if xp is not np:
+            told = cupyflash.explain("merge_attention_states", placed, xp.asarray(lses))
+            few = count <= 8 and not first and head_dim in (8, 24, 64, 128)
+            few &= dtype != "float32"
+            assert ("combine_few.cu" in str(told)) == few
+        check(
+            xp, outs, lses, cupyflash.merge_attention_states(placed, xp.asarray(lses))
+        )
+        out = place(xp, room[0])[..., :head_dim]
+        result = cupyflash.merge_attention_states(placed, xp.asarray(lses), out=out)
+        check(xp, outs, lses, result)

@@ -162,7 +162,7 @@ def test_no_table_is_made_of_a_report_without_rows(script, tmp_path, monkeypatch
         ("softmax_steps.json", [{"kind": "columns", "us": 3.0}]),
         ("softmax_whole.json", [{"provider": "cupyflash"}]),
     ):
-        report = {"machine": {"gpu": "card"}, "rows": rows}
+        report = {"machine": {"gpu": "card", "date": "2026-01-01"}, "rows": rows}
         (tmp_path / name).write_text(json.dumps(report))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert [name for name, _ in tables.reports("softmax")] == ["softmax_whole.json"]

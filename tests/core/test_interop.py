@@ -1,6 +1,7 @@
 """Arrays of other libraries: nothing becomes a NumPy array silently."""
 
 import array
+import sys
 
 import numpy as np
 import pytest
@@ -56,6 +57,54 @@ def test_another_library_is_refused_with_the_way_out(library, call):
     x, instead = made_by(library)
     with pytest.raises(TypeError, match=f"would silently become.*{instead}"):
         CALLS[call](x)
+
+
+class Tensor:
+    """What the checks see of a PyTorch tensor, which CI has and few others do."""
+
+    def __init__(self, values, device=(1, 0)):
+        self._values, self._device = values, device
+
+    def __array__(self, dtype=None, copy=None):
+        return self._values
+
+    def __dlpack__(self, **_):
+        return self._values.__dlpack__()
+
+    def __dlpack_device__(self):
+        return self._device
+
+    def numpy(self, *, force=False):
+        return self._values
+
+
+Tensor.__module__ = "torch"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tensor_is_refused_with_the_way_out(call):
+    """Also where PyTorch is not installed, by a stand-in."""
+    message = r"a torch Tensor would silently become.*x\.numpy\(force=True\)"
+    with pytest.raises(TypeError, match=message):
+        CALLS[call](Tensor(VALUES))
+
+
+def test_a_tensor_has_what_the_stand_in_has():
+    """Else the test above would say nothing about PyTorch."""
+    torch = pytest.importorskip("torch")
+    names = {name for name in vars(Tensor) if callable(getattr(Tensor, name))}
+    assert [name for name in names if not hasattr(torch.Tensor, name)] == []
+    assert torch.Tensor.__module__ == Tensor.__module__
+    assert (
+        torch.asarray(VALUES).__dlpack_device__() == Tensor(VALUES).__dlpack_device__()
+    )
+
+
+def test_a_tensor_on_a_gpu_goes_to_the_gpu(monkeypatch):
+    """It is not refused: without CuPy, the error says what to install."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match="an array in CUDA memory takes CuPy"):
+        cupyflash.softmax(Tensor(VALUES, device=(2, 0)))
 
 
 def test_the_way_out_of_xarray():

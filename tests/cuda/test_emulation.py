@@ -45,6 +45,7 @@ POINTS = [
     ("mma", 16, 1),
     ("products", 9, 1),
     ("tf32", 14, 1),
+    ("tf32", 126, 1),
     ("series", 16, 1),
 ]
 
@@ -67,8 +68,21 @@ def of_points(row, seed, count=1):
 
 def test_doubtful_rows_leave_no_other_row_unwritten():
     # A mean in float64 of far points: one row of a group of 64 names the group for a
-    # repair, which never comes; other warps took that as having no parts.
+    # repair; other warps took that as having no parts.
     of_points("direct", 2)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        70219,  # float32 sums below 1e-36
+        70699,  # the same in 20 axes
+        70328,  # float64, a bandwidth of each axis, 1e6 bandwidths from the origin
+        70836,  # a float64 mean over scores of 1e4 and more
+    ],
+)
+def test_problems_that_lost_digits(seed):
+    of_points("direct", seed)
 
 
 def test_a_function_of_d2():

@@ -1,6 +1,7 @@
 """Rows of counters, which no two kernels in flight may share; streams are made up."""
 
 import contextlib
+import itertools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -62,11 +63,11 @@ def streams(monkeypatch):
 
 @pytest.fixture
 def counters(streams, monkeypatch):
-    made = []
+    starts = itertools.count(8, 80)
 
     def grow(self):
-        self.free.extend(range(8 * len(made) + 8, 8 * len(made) + 88, 8))
-        made.extend([None] * 10)
+        start = next(starts)
+        self.free.extend(range(start, start + 80, 8))
 
     monkeypatch.setattr(graphs.Counters, "_grow", grow)
     return graphs.counters(0, 2)
@@ -112,6 +113,61 @@ def test_first_calls_at_once_get_rows_of_their_own(streams, counters):
     rows = [row for of_thread in found for row in of_thread[:-1]]
     assert len({*rows}) == len(rows) == 8 * 17
     assert len({of_thread[-1] for of_thread in found} - {*rows}) == 1
+
+
+def test_nobody_waits_for_the_memory_of_another(streams, counters, monkeypatch):
+    """While one thread waits for the device, others get rows that are there.
+
+    Otherwise it might wait for a kernel that waits for one of theirs.
+    """
+    ready = graphs.counters(0, 8)
+    ready.free.append(16)
+    waits, may_go_on = threading.Event(), threading.Event()
+
+    def grow(self):
+        waits.set()
+        assert may_go_on.wait(20)
+        self.free.append(8)
+
+    monkeypatch.setattr(graphs.Counters, "_grow", grow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(row_on, streams, counters, Stream(5))
+        assert waits.wait(20)
+        try:
+            second = pool.submit(row_on, streams, ready, Stream(6))
+            assert second.result(timeout=10) == 16
+        finally:
+            may_go_on.set()
+        assert first.result(timeout=20) == 8
+
+
+def test_a_finalizer_may_come_in_between(streams, counters, monkeypatch):
+    """The garbage collector runs one anywhere; it may call the package itself."""
+    # A lock of its own: if the thread below is caught in it, other tests are not.
+    monkeypatch.setattr(graphs, "_lock", type(graphs._lock)())
+    found = []
+
+    class Finalized(Stream):
+        @property
+        def done(self):
+            current, streams.current = streams.current, Stream(7)
+            found.append(counters.of_current_stream())
+            streams.current = current
+            return True
+
+    row_on(streams, counters, Finalized(5))
+    kept = [Stream(6) for _ in range(100)]
+
+    def work():
+        return [row_on(streams, counters, stream) for stream in kept]
+
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    *inner, rows = found
+    assert inner
+    assert len({*rows}) == 100
 
 
 def test_a_stream_keeps_its_row(streams, counters):

@@ -1,5 +1,7 @@
 """Moves and casts by bits are those of ml_dtypes."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from placing import place
 from cupyflash.distributed import _bits
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = ("float32", "float16", "bfloat16")
 
 
 def every_bfloat16():
@@ -21,6 +24,33 @@ def test_bfloat16_is_added_as_float32(xp):
     _bits.add(total[1, ::-1], place(xp, x))
     np.testing.assert_array_equal(to_host(total)[0], 1)
     np.testing.assert_array_equal(to_host(total)[1, ::-1], 1 + x.astype(np.float32))
+
+
+@pytest.mark.parametrize("columns", [7, 8])
+@pytest.mark.parametrize("dtypes", [*itertools.product(FLOATS, repeat=3)])
+def test_sums_are_made_in_float32_and_rounded_once(xp, rng, dtypes, columns):
+    of_a, of_b, of_sum = (np.dtype(n) for n in dtypes)
+    a, b = rng.normal(size=(2, 3, 20, columns)) * 2.0 ** rng.integers(-9, 9, (20, 1))
+    a, b = a.astype(of_a), b.astype(of_b)
+    want = a.astype(np.float32) + b.astype(np.float32)
+    got = _bits.summed(xp, place(xp, a), place(xp, b), of_sum)
+    assert got.dtype == of_sum
+    assert to_host(got).tobytes() == want.astype(of_sum).tobytes()
+    # In place, of rows that do not follow one another.
+    total = place(xp, a)
+    _bits.add(total[:, 5:9], place(xp, b)[:, 5:9])
+    want_a = a.copy()
+    want_a[:, 5:9] = want[:, 5:9].astype(of_a)
+    assert to_host(total).tobytes() == want_a.tobytes()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_every_dtype_is_cast_to_every_other(xp, rng, source, target):
+    x = rng.normal(size=(3, 20, 6)).astype(source)
+    for host, placed in ((x, place(xp, x)), (x[..., 1:], place(xp, x)[..., 1:])):
+        got = to_host(_bits.cast(xp, placed, np.dtype(target)))
+        assert got.tobytes() == host.astype(np.float32).astype(target).tobytes()
 
 
 def test_casts_round_to_nearest_even(xp):

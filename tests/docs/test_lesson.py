@@ -30,7 +30,7 @@ def test_there_are_five_pages_in_order():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_each_page_measures_the_four_methods_and_checks_the_claims(page):
+def test_each_page_measures_the_four_methods_and_checks_the_claims(page, measured):
     text = page.read_text("utf-8")
     compile(text, str(page), "exec")
     for call in ("by_method", "print_rows", "check_claims"):
@@ -38,6 +38,8 @@ def test_each_page_measures_the_four_methods_and_checks_the_claims(page):
     for name in re.findall(r'measured\.result\("(\w+)"\)', text):
         report = ROOT / "benchmarks" / "results" / f"{name}.json"
         assert json.loads(report.read_text("utf-8"))["machine"]["gpu"]
+    for kind in re.findall(r'measured\.newest\("(\w+)"\)', text):
+        assert measured.newest(kind)["machine"]["gpu"]
     for link in re.findall(r"\.\./\.\./(_static/[\w.]+)", text):
         assert (ROOT / "docs" / link).exists()
 

@@ -1,11 +1,13 @@
 """Numbers of the docs come from reports that say what they are of, and are not old."""
 
+import argparse
 import datetime
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,12 +27,25 @@ READERS = [
     *ROOT.glob("docs/lesson/*.py"),
 ]
 NAMED = re.compile(r"results/(\w+)\.json|\b(?:report|result)\(\"(\w+?)(?:\.json)?\"\)")
+NEWEST = re.compile(r"newest\(\"(\w+)\"\)")
+
+
+def tool(name):
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TABLES = tool("readme_tables")
+TEXTS = [page.read_text("utf-8") for page in READERS]
+# The benchmarks of which a page shows the newest report of a GPU.
+KINDS = {kind for text in TEXTS for kind in NEWEST.findall(text)}
+KINDS |= {TABLES.FORWARD, TABLES.BACKWARD}
 SHOWN = sorted(
-    {
-        first or second
-        for page in READERS
-        for first, second in NAMED.findall(page.read_text("utf-8"))
-    }
+    {first or second for text in TEXTS for first, second in NAMED.findall(text)}
+    | {TABLES.newest(kind)[0].removesuffix(".json") for kind in KINDS}
 )
 
 
@@ -40,7 +55,8 @@ def release(version):
 
 
 def test_reports_are_found():
-    assert {"demo_h200", "demo_cpu", "softmax_h200", "attention_table_h200"} <= {*SHOWN}
+    assert {"demo", "softmax", "memory", "dram", "attention_table"} <= KINDS
+    assert {"demo_cpu", "attention_h200"} <= {*SHOWN}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -110,22 +126,73 @@ def test_the_tables_are_those_of_the_reports():
 
 
 @pytest.fixture
-def numbers():
-    spec = importlib.util.spec_from_file_location("m", ROOT / "tools/measure_all.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return tool("measure_all")
 
 
 def test_every_number_of_a_card_has_a_step(numbers):
     """One command measures what is shown; what one machine measured once is named."""
-    once = {"long_keys_h200", "hopper_terms_h200"}  # experiments, quoted with a date
-    written = {Path(name).stem for step in numbers.STEPS for name in step.writes}
-    assert {n for n in SHOWN if n.endswith("_h200")} - once <= written
+    # Experiments, quoted with a date, and what needs two cards.
+    once = {"long_keys_h200", "hopper_terms_h200", "attention_h200", "two_gpus_h100"}
+    files = {Path(name).stem for step in numbers.STEPS for name in step.writes}
+    written = {n.format(card=c) for n in files for c in ("h100", "h200")}
+    on_gpu = {n for n in SHOWN if n.endswith(("_h100", "_h200"))}
+    assert on_gpu - once <= written
+    assert {f"{kind}_{{card}}" for kind in KINDS} <= files
+
+
+def test_the_steps_fit_their_time(numbers):
+    assert sum(step.seconds for step in numbers.STEPS) < 0.9 * 20 * 60
+    parts = [numbers.part(f"{i}/3") for i in (1, 2, 3)]
+    assert [step for steps in parts for step in steps] == [*numbers.STEPS]
+    assert max(sum(step.seconds for step in steps) for steps in parts) < 500
+    for wrong in ("0/3", "4/3", "half"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            numbers.part(wrong)
+
+
+def test_the_options_of_each_step_are_those_of_its_script(numbers):
+    """Checked by the scripts themselves, in the order given; --help is the last."""
     for step in numbers.STEPS:
-        script = step.command[0]
-        assert script == "-m" or (ROOT / script).exists()
-        assert all((ROOT / name).exists() for name in step.writes)
+        words = [word.format("a.json", folder=".") for word in step.command]
+        done = subprocess.run(
+            [sys.executable, *words, "--help"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "usage" in done.stdout, step.name
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("NVIDIA L40S", "l40"),
+        ("", ""),
+    ],
+)
+def test_reports_have_names_of_cards(gpu, name):
+    assert TABLES.card(gpu) == name
+
+
+def test_the_newest_report_of_a_card_is_shown(tmp_path, monkeypatch):
+    def report(name, gpu, date):
+        machine = {"gpu": gpu, "date": date} if gpu else {"date": date}
+        (tmp_path / name).write_text(json.dumps({"machine": machine}))
+
+    monkeypatch.setattr(TABLES, "RESULTS", tmp_path)
+    report("softmax_h200.json", "NVIDIA H200", "2026-01-01")
+    report("softmax_h100.json", "NVIDIA H100 PCIe", "2026-01-02")
+    report("softmax_cpu.json", "", "2026-01-03")
+    report("softmax_walls_h200.json", "NVIDIA H200", "2026-01-04")
+    assert TABLES.newest("softmax")[0] == "softmax_h100.json"
+    report("softmax_h200.json", "NVIDIA H200", "2026-01-05")
+    assert TABLES.newest("softmax")[0] == "softmax_h200.json"
+    with pytest.raises(FileNotFoundError, match=r"no demo_CARD\.json"):
+        TABLES.newest("demo")
 
 
 def test_a_step_that_fails_leaves_the_old_file(numbers, tmp_path, monkeypatch):
@@ -137,8 +204,26 @@ def test_a_step_that_fails_leaves_the_old_file(numbers, tmp_path, monkeypatch):
         "import sys; open(sys.argv[1], 'w').write('new'); sys.exit(int(sys.argv[2]))"
     )
     for code, left in (("3", "old"), ("0", "new")):
-        step = numbers.Step("a", ("-c", write, "{0}", code), ("old.json",))
-        assert bool(numbers.run(step, fresh)) == (code == "3")
+        step = numbers.Step("a", 1, ("-c", write, "{0}", code), ("old.json",))
+        assert bool(numbers.run(step, fresh, "h100", 60)) == (code == "3")
         assert (tmp_path / "old.json").read_text() == left
-    step = numbers.Step("b", ("-c", "pass"), ("none.json",))
-    assert "without none.json" in numbers.run(step, fresh)
+    step = numbers.Step("b", 1, ("-c", "pass"), ("none_{card}.json",))
+    assert "without none_h100.json" in numbers.run(step, fresh, "h100", 60)
+
+
+def test_a_step_that_hangs_ends_with_its_workers(numbers, tmp_path):
+    """In its own time, and what it started ends with it."""
+    pid = tmp_path / "pid"
+    code = (
+        "import subprocess, sys, pathlib; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        f"pathlib.Path({str(pid)!r}).write_text(str(p.pid)); p.wait()"
+    )
+    step = numbers.Step("c", 1, ("-c", code), ())
+    assert numbers.run(step, tmp_path, "h100", 5) == "stopped after 5 s"
+    for _ in range(100):
+        status = Path(f"/proc/{pid.read_text()}/stat")
+        if not status.exists() or status.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the worker is still there")

@@ -1,5 +1,7 @@
 """Optimal transport beside plain iterations on the matrix of costs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -215,6 +217,22 @@ def test_progress_is_told():
         x, y, a, b, epsilon=0.1, progress=lambda *now: told.append(now)
     )
     assert told[-1] == (found.iterations, found.error)
+
+
+@pytest.mark.parametrize("most", [1, 1 << 32])
+def test_many_pairs_are_looked_at_each_iteration(most, monkeypatch):
+    """On a GPU: what is not NumPy itself is waited for as one."""
+    monkeypatch.setattr(_sinkhorn, "_MANY_PAIRS", most)
+    xp = SimpleNamespace(**vars(np))
+    x, y, a, b = problem()
+    sides = [
+        _sinkhorn._Side(z, w, np.log(w), np.zeros(len(z))) for z, w in ((x, a), (y, b))
+    ]
+    solver = _sinkhorn._Solver(xp, sides, None, False)
+    solver.anneal(1.0)
+    done, error = solver.solve(1.0, 1e-3, 100, None)
+    assert error <= 1e-3
+    assert done < 10 if most == 1 else done % 10 == 0
 
 
 @pytest.mark.parametrize(

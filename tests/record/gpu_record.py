@@ -181,7 +181,7 @@ def side_by_side():
 
     runtime = cupy.cuda.runtime
     cards = range(runtime.getDeviceCount())
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, cards)))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", workers.all_cards())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of NumPy in each process
     sizes = [runtime.getDeviceProperties(card)["totalGlobalMem"] for card in cards]
     # What follows in a file shares kernels: parts of it go to a worker as they are.

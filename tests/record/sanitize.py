@@ -15,6 +15,7 @@ judge a kernel.
 
 import argparse
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -55,7 +56,8 @@ _SECONDS = 120  # that a tool may take for one row
 # racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
 # neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
 # that have those are compiled for it so that each lane arrives at an mbarrier, which
-# orders the same; the macro is theirs.
+# orders the same; the macro is theirs. It also keeps lanes of sm90/backward.cu from
+# reading what another one may be writing, which they would ignore.
 _EACH_LANE_ARRIVES = "EACH_LANE_ARRIVES"
 _FOLLOWED_BY_LANES = {
     "attention/tiled_f64", "attention/hopper", "attention_vjp/hopper",
@@ -333,10 +335,14 @@ def run_tool(program, tool, unit, end=math.inf):
     )
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable,
                str(Path(__file__)), *each, *unit]  # fmt: skip
+    # A tool a card, by turns.
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    card = {"CUDA_VISIBLE_DEVICES": cards[TOOLS.index(tool) % len(cards)]}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=most
-        )
+            command, cwd=ROOT, env=os.environ | card, capture_output=True, text=True,
+            timeout=most,
+        )  # fmt: skip
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired:
         if most < _SECONDS:
@@ -437,7 +443,9 @@ def main():
     args = parser.parse_args()
     if args.record:
         import gpu_record
+        import workers
 
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", workers.all_cards())
         path = args.output or gpu_record.RECORD
         return record(path, args.tool or TOOLS, args.names, args.jobs, args.seconds)
     if args.each_lane_arrives:

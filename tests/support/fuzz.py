@@ -148,8 +148,10 @@ LENGTHS = {
     "many keys": ((50, 300), (400, 9000)),
     "many queries": ((1000, 7000), (20, 300)),
     "long": ((257, 6000), (257, 6000)),
+    "many entries": ((1, 64), (1, 80)),
 }
-KINDS = (*LENGTHS, "plain", "many keys", "long")
+KINDS = (*LENGTHS, "plain", "many keys", "long", "many entries")
+MANY_ENTRIES = (100, 1000)  # so that each multiprocessor has a head of its own
 LONGEST_NAIVE = 1200  # the sum of more exponentials may overflow float16
 
 
@@ -222,6 +224,8 @@ def _attention_sizes(rng, s, budget):
     if s["any group"]:
         kv_heads = int(rng.integers(1, 4))
         heads = kv_heads * int(rng.integers(1, 18))
+    if s["lengths"] == "many entries":
+        batch = (length(rng, *MANY_ENTRIES),)
     if s["matrices"]:
         batch, heads, kv_heads = (), 1, 1
     of_queries, of_keys = LENGTHS[s["lengths"]]
@@ -582,21 +586,27 @@ WITH_KERNELS_OF_THEIR_OWN = (
     ((270, 250), 1),
     ((3, 40_001, 4), 1),
 )
+SHORT_ROWS = (16, 24, 32, 48, 64, 96, 128, 192, 256)  # whole vectors
 # The same where there is time: a row that no block, no card, and no cache holds.
-LONG_ROWS = ((1, 700_001), (2, 1_300_001), (1, 4_500_001), (1, 9_000_001))
+LONG_ROWS = (
+    (1, 700_001), (2, 1_300_001), (1, 4_500_001), (1, 9_000_001), (2, 1 << 20),
+    (9, 300_000), (5, 500_000), (3, 1_900_003),
+)  # fmt: skip
 
 
 def _softmax_structure(rng):
     dtype = one_of(rng, (*FLOATS, *FLOATS, *FLOATS, "int32", "uint8", "bool"))
+    # Without options in every other one: the fastest rows refuse most of them.
+    asks = chance(rng, 0.5)
     return {
         "function": one_of(rng, FUNCTIONS),
         "dtype": dtype,
-        "asked": one_of(rng, FLOATS) if chance(rng, 0.25) else None,
+        "asked": one_of(rng, FLOATS) if chance(rng, 0.4 * asks) else None,
         "other": dtype if chance(rng, 0.7) else one_of(rng, FLOATS),
-        "method": one_of(rng, METHODS),
-        "where": chance(rng, 0.35),
+        "method": one_of(rng, (*METHODS, "auto", "auto")),
+        "where": chance(rng, 0.6 * asks),
         "weights": chance(rng, 0.4),
-        "scale": float(one_of(rng, (1.0, 1.0, 0.0, -1.0, 0.3))),
+        "scale": float(one_of(rng, (1.0, 0.0, -1.0, 0.3))) if asks else 1.0,
         "return_sign": chance(rng, 0.3),
         "out": one_of(rng, FORMS) if chance(rng, 0.25) else None,
     }
@@ -631,6 +641,9 @@ def _geometry(s, rng, budget):
     if kind == "rows":
         n = length(rng, 1, most)
         shape = [min(length(rng, 1, 5000), max(1, most // n)), n]
+    elif kind == "short rows":
+        n = s["short"]
+        shape = [min(length(rng, 300, 20_000), max(1, most // n)), n]
     elif kind == "columns":
         n = length(rng, 1, min(most, 100_000))
         inner = min(length(rng, 2, 300), max(2, most // n))
@@ -641,17 +654,19 @@ def _geometry(s, rng, budget):
             shape[int(np.argmax(shape))] //= 2
     if kind == "any" and shape and chance(rng, 0.1):
         shape[int(rng.integers(len(shape)))] = 0
-    axis = 1 if kind in ("rows", "columns") else s["axis"]
+    axis = 1 if kind in ("rows", "short rows", "columns") else s["axis"]
     if kind == "special" and s["method"] != "naive":  # whose sums overflow float16
         return s["special"]
     if kind == "long" and s["method"] != "naive" and budget >= LARGE:
-        shape, axis = one_of(rng, LONG_ROWS), one_of(rng, (None, 1, -1))
+        rows, n = s["long"]
+        n -= int(rng.integers(n // 50))
+        shape, axis = (rows, n), one_of(rng, (None, 1, -1) if rows == 1 else (1, -1))
     return tuple(shape), axis
 
 
 def _softmax_geometry(rng):
     """What a structure says of shapes and memory."""
-    kinds = ("rows",) * 4 + ("columns",) * 2 + ("any",) * 3 + ("special", "long")
+    kinds = ("rows", "short rows", "any") * 3 + ("columns", "long") * 2 + ("special",)
     kind, ndim, axis = one_of(rng, kinds), int(rng.integers(5)), None
     if kind not in ("any", "long"):
         ndim = 2
@@ -659,13 +674,17 @@ def _softmax_geometry(rng):
         axis = int(rng.integers(-ndim, ndim))
     elif chance(rng, 0.6):
         axis = tuple(int(a) for a in rng.permutation(ndim)[: rng.integers(ndim + 1)])
-    names, usual = ("x", "dy", "b", "where"), chance(rng, 0.4) or kind == "long"
+    usual = chance(rng, 0.4) or kind in ("long", "short rows")
+    names = ("x", "dy", "b", "where")
     forms = {name: one_of(rng, FORMS) for name in names}
     if usual or kind == "special":
         forms = dict.fromkeys(names, one_of(rng, ("plain", "plain", "shifted")))
     return {
         "geometry": kind, "ndim": ndim, "axis": axis, "forms": forms,
         "special": one_of(rng, WITH_KERNELS_OF_THEIR_OWN),
+        "long": one_of(rng, LONG_ROWS), "short": one_of(rng, SHORT_ROWS)
+        if chance(rng, 0.4)
+        else length(rng, 2, 256),
     }  # fmt: skip
 
 

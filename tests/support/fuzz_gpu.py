@@ -36,15 +36,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "record")]
 
 # Shares of the problems, and of the kernels that are compiled.
 OPERATIONS = {
-    "attention": (0.35, 0.22),
-    "attention_vjp": (0.35, 0.53),
-    "softmax": (0.28, 0.23),
-    "merge": (0.02, 0.02),
+    "attention": (0.31, 0.22),
+    "attention_vjp": (0.33, 0.47),
+    "softmax": (0.33, 0.29),
+    "merge": (0.03, 0.02),
 }
-LANES = 16  # that draw, each for itself: the same problems on any number of cores
+LANES = 8  # that draw, each for itself: the same problems on any number of cores
 OF_A_LANE = 100  # problems at least
-CANDIDATES = 12
-PER_STRUCTURE = 8
+CANDIDATES = 36
+PER_STRUCTURE = 6
 SLOW_ROW = 0.3  # of the problems of a fast row, so many for one that is not
 GRACE = 15.0  # seconds after the deadline for what runs
 STUCK = 90.0  # seconds without a word from a process that runs a problem
@@ -80,7 +80,8 @@ class Steering:
         row = planned.rows[-1]
         met = sum(1 / (1 + self.variants[d]) for d in planned.digests)
         fresh = met / max(1, len(planned.digests))
-        return self.rows[row] / share_of(row), -fresh
+        share = share_of(row)
+        return self.rows[row] / share, -share, -fresh
 
     @property
     def is_full(self):
@@ -195,11 +196,13 @@ def draw_all(number, seed, budget, most_variants, jobs, card=None):
 # --- running -------------------------------------------------------------------------
 
 
-def _work(pipe, xp_name):
-    """A process that compiles kernels and runs problems, as it is told."""
+def _work(pipe, xp_name, number):
+    """Compile kernels and run problems; the process takes the cards in turn."""
     import workers
     from fuzz_vjp import fuzz
 
+    if cards := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = workers.cards_of(f"gw{number}", cards)
     xp = __import__(xp_name)
     if xp_name == "cupy":
         from cupyflash._cuda import compiler
@@ -227,9 +230,10 @@ def _work(pipe, xp_name):
 class Worker:
     """A process, and what it is at."""
 
-    def __init__(self, xp_name):
+    def __init__(self, xp_name, number):
         self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_work, args=(theirs, xp_name))
+        self.number = number
+        self.process = _CONTEXT.Process(target=_work, args=(theirs, xp_name, number))
         self.process.start()
         theirs.close()
         self.task = None
@@ -265,7 +269,7 @@ class Worker:
 def run_all(tasks, xp_name, jobs, deadline, stuck=STUCK):
     """Yield (task, None or what was wrong); what is left at the deadline is not."""
     left = deque(tasks)
-    crew = [Worker(xp_name) for _ in range(min(jobs, len(left)))]
+    crew = [Worker(xp_name, number) for number in range(min(jobs, len(left)))]
     try:
         while crew:
             for worker in crew:
@@ -287,7 +291,7 @@ def run_all(tasks, xp_name, jobs, deadline, stuck=STUCK):
                     worker.stop()
                     crew.remove(worker)
                     if left and time.monotonic() < deadline:
-                        crew.append(Worker(xp_name))
+                        crew.append(Worker(xp_name, worker.number))
     finally:
         for worker in crew:
             worker.stop()
@@ -305,6 +309,7 @@ def reproducer(drawn, xp_name):
 def fuzz_gpu(options):
     """Draw, compile and run; what came of it, as it is written."""
     import planned
+    import workers
 
     started = time.monotonic()
     end = started + options.seconds
@@ -315,6 +320,7 @@ def fuzz_gpu(options):
         from cupyflash._cuda import runtime
 
         card = runtime.device(0)
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", workers.all_cards())
     drawn = draw_all(
         options.problems,
         options.seed,

@@ -15,6 +15,13 @@ def number_of(cores, bytes_of_cards):
     return max(1, min(cores + cores // 2, fit))
 
 
+def all_cards():
+    """CUDA_VISIBLE_DEVICES of a process that sees all cards."""
+    import cupy
+
+    return ",".join(map(str, range(cupy.cuda.runtime.getDeviceCount())))
+
+
 def cards_of(worker, cards):
     """CUDA_VISIBLE_DEVICES of a worker, such as gw5: all cards, in turn the first."""
     names = cards.split(",")

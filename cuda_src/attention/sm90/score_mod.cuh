@@ -266,26 +266,40 @@ struct function_rows_t {
   }
 };
 
+// What functions precompute for the diagonals of a thread's first row and first column.
+template <bool kScore, bool kMask> struct diagonals_t {
+  const score_function_t& function;
+  const function_rows_t& rows;
+  int apart;
+  float apart_float;
+
+  __device__ __forceinline__ diagonals_t(const score_function_t& function,
+                                         const function_rows_t& rows, int j)
+      : function(function),
+        rows(rows),
+        apart(static_cast<int>(rows.queries[0].i) - j),
+        apart_float(static_cast<float>(apart)) {}
+  __device__ __forceinline__ function_diagonal_t of(int further) const {
+    return function.of_diagonal<kScore, kMask>(
+        rows.head, apart + further, apart_float + static_cast<float>(further));
+  }
+};
+
 // Calls f(number, query, key, diagonal) for all numbers of a thread, whose first column
 // is key j. The second row lies 8 below the first: on the same diagonals as the first
 // row 8 columns earlier.
-template <bool kScore, bool kMask, typename Function>
+template <typename Function>
 __device__ __forceinline__ void for_pairs(float (&s)[kScores],
                                           const score_function_t& function,
                                           const function_rows_t& rows, int j,
                                           const Function& f) {
-  const int apart = static_cast<int>(rows.queries[0].i) - j;
-  const float apart_float = static_cast<float>(apart);
-  auto diagonal_of = [&](int further) {
-    return function.of_diagonal<kScore, kMask>(
-        rows.head, apart + further, apart_float + static_cast<float>(further));
-  };
-  function_diagonal_t before[2] = {diagonal_of(8), diagonal_of(7)};
+  const diagonals_t<true, false> diagonals(function, rows, j);
+  function_diagonal_t before[2] = {diagonals.of(8), diagonals.of(7)};
 #pragma unroll
   for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
     const int column = column_of(e);
-    const function_key_t key = function.of_key<kScore, kMask>(rows.head, j + column);
-    const function_diagonal_t now = diagonal_of(-column);
+    const function_key_t key = function.of_key<true, false>(rows.head, j + column);
+    const function_diagonal_t now = diagonals.of(-column);
     f(s[e], rows.queries[0], key, now);
     f(s[e + 2], rows.queries[1], key, before[e % 4]);
     before[e % 4] = now;
@@ -295,30 +309,44 @@ __device__ __forceinline__ void call_score(float (&s)[kScores],
                                            const score_arguments_t& score,
                                            const function_rows_t& rows, int j) {
   const score_function_t function = score.function();
-  for_pairs<true, false>(
-      s, function, rows, j,
-      [&](float& x, const function_query_t& query, const function_key_t& key,
-          const function_diagonal_t& diagonal) {
-        x = function.score(x, rows.head, query, key, diagonal);
-      });
+  for_pairs(s, function, rows, j,
+            [&](float& x, const function_query_t& query, const function_key_t& key,
+                const function_diagonal_t& diagonal) {
+              x = function.score(x, rows.head, query, key, diagonal);
+            });
 }
 // Hides scores by the mask function. Few tiles need this, so that the parts of a row
-// are computed again for each.
+// are computed again for each. What is shown becomes a bit for each column first: that
+// loop stays a loop, so that few of its values are in registers beside the scores.
 __device__ __forceinline__ void hide_keys(float (&s)[kScores],
                                           const score_arguments_t& score,
                                           const tile_coord_t& at, const int (&i)[2],
                                           int j) {
+  static_assert(kScores <= 64, "a row of a thread has more columns than a word bits");
   const score_function_t function = score.function();
   function_rows_t rows;
   rows.set<false, true>(score, score.scores_of(at), i);
-  for_pairs<false, true>(
-      s, function, rows, j,
-      [&](float& x, const function_query_t& query, const function_key_t& key,
-          const function_diagonal_t& diagonal) {
-        if (!function.shows(rows.head, query, key, diagonal)) {
-          x = -infinity<float>();
-        }
-      });
+  const diagonals_t<false, true> diagonals(function, rows, j);
+  unsigned shown[2] = {};
+  function_diagonal_t before[2] = {diagonals.of(8), diagonals.of(7)};
+#pragma unroll 2
+  for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = n * 8 + odd;
+      const function_key_t key = function.of_key<false, true>(rows.head, j + column);
+      const function_diagonal_t now = diagonals.of(-column);
+      const unsigned bit = 1u << (2 * n + odd);
+      if (function.shows(rows.head, rows.queries[0], key, now)) shown[0] |= bit;
+      if (function.shows(rows.head, rows.queries[1], key, before[odd])) shown[1] |= bit;
+      before[odd] = now;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) {
+    const int bit = e / 4 * 2 + e % 2;
+    if ((shown[row_of(e)] >> bit & 1) == 0) s[e] = -infinity<float>();
+  }
 }
 
 // Turns products q.k of a tile into final scores; every score passes through here
@@ -330,20 +358,31 @@ __device__ __forceinline__ void score_mod(
     const params_t& params, const cap_t& cap, const float* key_terms, const int (&i)[2],
     int j, int left, const score_arguments_t& score, const function_rows_t& functions) {
   const float scale = static_cast<float>(params.scale);
+  constexpr bool kAlibiFirst = kHasAlibi && !kHasSoftcap && !kHasScoreFunction;
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));
-  } else if constexpr (kScalesApart || !kTermsOfKeys) {
+  } else if constexpr (!kAlibiFirst && (kScalesApart || !kTermsOfKeys)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] *= scale;
   }
   if constexpr (kHasScoreFunction) call_score(s, score, functions, j);
   if constexpr (kHasAlibi) {
-    // Distances are exact up to 2^24 and rounded twice beyond.
-    const float distance[2] = {static_cast<float>(scores.diagonal(i[0]) - j),
-                               static_cast<float>(scores.diagonal(i[1]) - j)};
+    // Distances are exact up to 2^24 and rounded twice beyond. The second row lies 8
+    // below the first: it has the distances that the first had 8 columns earlier.
+    const float distance = static_cast<float>(scores.diagonal(i[0]) - j);
+    auto term_of = [&](int further) {
+      return -scores.slope() * fabsf(distance + static_cast<float>(further));
+    };
+    auto add = [&](float& x, float term) {
+      x = kAlibiFirst ? fmaf(x, scale, term) : x + term;
+    };
+    float before[2] = {term_of(8), term_of(7)};
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) {
-      s[e] = fmaf(-scores.slope(), fabsf(distance[row_of(e)] - column_of(e)), s[e]);
+    for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
+      const float now = term_of(-column_of(e));
+      add(s[e], now);
+      add(s[e + 2], before[e % 4]);
+      before[e % 4] = now;
     }
   }
   if constexpr (kTermsOfKeys) {

@@ -12,7 +12,7 @@ from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import gradient_copies, gradient_layout
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import FUNCTIONS, AttentionCall
+from cupyflash._attention.gpu.config import FUNCTIONS, OPTIONS, AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
 from cupyflash._attention.gpu.gradient_plan import gradient_results
@@ -73,8 +73,9 @@ def attention_vjp(*arguments) -> AttentionGrads:
         of_mask, mask = (mask, None) if callable(mask) else (None, mask)
         try:
             functions, told = _functions.of_call(
-                q, score, score_arrays, of_mask, mask_arrays, softcap
-            )
+                q, score, score_arrays, of_mask, mask_arrays, softcap,
+                query_offset if is_int else None,
+            )  # fmt: skip
             if need_dscore:
                 functions = functions, [x.shape for x in score_arrays.values()]
         except (AttributeError, TypeError, ValueError):
@@ -91,11 +92,17 @@ def attention_vjp(*arguments) -> AttentionGrads:
     pointers = addresses(arrays)
     pointers[_OFFSET] = query_offset if is_int else plan.offset
     pointers[_FUNCTIONS] = told
+    if plan.taken:
+        pointers[_FUNCTIONS] = b""
+        pointers[_OPTIONS] = _functions.with_taken(
+            pointers[_OPTIONS], plan.taken, score_arrays, mask_arrays
+        )
     return _named(plan, plan(pointers))
 
 
 _OFFSET = AttentionCall._fields.index("offset")
 _FUNCTIONS = AttentionCall._fields.index(FUNCTIONS)
+_OPTIONS = slice(AttentionCall._fields.index(OPTIONS[0]), _OFFSET)
 
 
 def _key(arrays, options):
@@ -120,6 +127,8 @@ def _planned(key, *arguments) -> AttentionGrads:
     problem, operands = vjp_problem.attention_vjp(*arguments)
     with cupy.cuda.Device(operands.forward.q.data.device_id):
         plan = make_plan(problem, operands)
+        forward = operands.forward
+        plan.taken = tuple(x for x in forward.taken if x.array is not None)
         # Views of the same memory have the same pointer: the arrays of a call can be
         # passed to the launches unchanged.
         if key is not None:
@@ -256,5 +265,5 @@ def describe(problem, operands) -> dict[str, Any]:
         "launches": [_launch.describe(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
         or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
-        **described(operands.forward.functions),
+        **described(operands.forward.functions, operands.forward.taken),
     }

@@ -18,7 +18,7 @@ _plans = plan_cache.PlanCache()
 
 
 def combine_launch(
-    problem, outs, lses, out, out_dtype=None
+    problem, outs, lses, out, out_dtype=None, few=False
 ) -> tuple[LaunchConfig, bytes]:
     """The kernel that combines states with strides in elements, and its parameters."""
     outs_split, *outs_rows, outs_col = outs
@@ -38,6 +38,8 @@ def combine_launch(
     }
     dims = len(shape)
     params = combine_config.MERGE_PARAMS.pack(fields, kRowDims=dims, kArrays=3)
+    if few:
+        return combine_config.few_config(problem, dims), params
     return combine_config.merge_config(problem, dims, out_dtype), params
 
 
@@ -52,7 +54,17 @@ def _plan_of(problem, operands):
         else strides.element_strides(out)
     )
     of_splits = strides.element_strides(outs), strides.element_strides(lses)
-    config, params = combine_launch(problem, *of_splits, steps)
+    itemsize = outs.itemsize
+    few = combine_config.is_few(
+        problem,
+        (of_splits[0][-1], steps[-1]),
+        (
+            *(itemsize * n for n in (*of_splits[0][:-1], *steps[:-1])),
+            outs.data.ptr,
+            0 if out is None else out.data.ptr,
+        ),
+    )
+    config, params = combine_launch(problem, *of_splits, steps, few=few)
     shape = (*problem.shape, problem.head_dim_v)
     results: dict[str, Result | None] = {
         "out": Result(shape, arrays.to_dtype(problem.dtype)),
@@ -74,8 +86,10 @@ def merge(outs, lses, axis, out) -> tuple[Any, Any]:
 
 def _merge(problem, operands):
     outs, lses, out = operands
-    steps = None if out is None else out.strides
-    key = problem, outs.data.device_id, outs.strides, lses.strides, steps
+    # The alignment decides whether rows are read by vectors.
+    of_out = None if out is None else (out.strides, out.data.ptr % 16)
+    given = outs.strides, outs.data.ptr % 16, lses.strides
+    key = problem, outs.data.device_id, *given, of_out
     plan = _plans.get(key)
     if plan is None:
         plan = _plan_of(problem, operands)

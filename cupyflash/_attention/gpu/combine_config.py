@@ -3,17 +3,19 @@
 import math
 
 from cupyflash._attention.problem import MergeProblem
-from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
 
 _MERGE_THREADS = 128
 # With fewer rows, a lane has one column: more of them hide what loads take.
 _MANY_ROWS = 1 << 14
+# Of combine_few.cu: splits of a row, and columns of a thread.
+_FEW_PARTS, _FEW_COLUMNS, _VECTOR_BYTES = 8, 8, 16
 
 MERGE_PARAMS = Struct(
     "merge_params_t",
-    "attention/combine.cu",
+    "attention/merge_params.cuh",
     (
         ("long long", "num_rows", "num_parts", "head_dim_v"),
         ("long long", "outs_part", "outs_col", "lses_part", "out_col"),
@@ -48,3 +50,44 @@ def merge_config(
     return LaunchConfig.over(
         variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS
     )
+
+
+def is_few(
+    problem: MergeProblem, columns: tuple[int, ...], in_bytes: tuple[int, ...]
+) -> bool:
+    """Whether the kernel for few splits of many rows takes a problem.
+
+    `columns` are the steps of outs and out from column to column, `in_bytes` those of
+    their rows and splits, and their addresses.
+    """
+    return (
+        1 <= problem.num_parts <= _FEW_PARTS
+        and math.prod(problem.shape) >= _MANY_ROWS
+        and ITEMSIZE[problem.dtype] == 2
+        and problem.lse_dtype == "float32"
+        and 0 < problem.head_dim_v <= 32 * _FEW_COLUMNS
+        and problem.head_dim_v % _FEW_COLUMNS == 0
+        and all(step == 1 for step in columns)
+        and all(n % _VECTOR_BYTES == 0 for n in in_bytes)
+    )
+
+
+def few_config(problem: MergeProblem, row_dims: int) -> LaunchConfig:
+    """The launch of the kernel for few splits of many rows."""
+    lanes, parts = 8, 2  # of a row
+    while lanes * _FEW_COLUMNS < problem.head_dim_v:
+        lanes *= 2
+    while parts < problem.num_parts:
+        parts *= 2
+    defines = {
+        "ELEM_T": CUDA_TYPES[problem.dtype],
+        "LANES": str(lanes),
+        "PARTS": str(parts),
+        "ROW_DIMS": str(row_dims),
+        "NUM_THREADS": str(_MERGE_THREADS),
+    }
+    variant = Variant(
+        "attention/combine_few.cu", "attention_merge_few", tuple(defines.items())
+    )
+    num_threads = math.prod(problem.shape) * lanes
+    return LaunchConfig.over(variant, -(-num_threads // _MERGE_THREADS), _MERGE_THREADS)

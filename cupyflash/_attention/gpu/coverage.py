@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from cupyflash._attention.gpu import samples
-from cupyflash._attention.gpu.combine_config import merge_config
+from cupyflash._attention.gpu.combine_config import few_config, merge_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.forward import FusedKernel
@@ -59,3 +59,8 @@ def _merges(device: Device) -> Iterator[LaunchConfig]:
         for narrow in ("float16", "bfloat16"):
             if kernel.refuse_old_device(narrow, device) is None:
                 yield merge_config(made("float32", "float32", in_sums=True), 1, narrow)
+                for parts in (2, 4, 8):
+                    few = MergeProblem(
+                        "cupy", parts, (rows,), head_dim_v, narrow, "float32"
+                    )
+                    yield few_config(few, 1)

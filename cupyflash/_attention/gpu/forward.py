@@ -88,7 +88,9 @@ def attention(*arguments) -> tuple[Any, Any]:
             score, score_arrays, mask_arrays = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)
             functions = score, score_arrays, of_mask, mask_arrays
-            of_functions, told = _functions.of_call(q, *functions, softcap)
+            of_functions, told = _functions.of_call(
+                q, *functions, softcap, query_offset if offset_is_int else None
+            )
             key += of_functions
         options = _NO_OPTIONS
         if not (
@@ -106,6 +108,9 @@ def attention(*arguments) -> tuple[Any, Any]:
         key = plan = None
     if plan is not None:
         offset = query_offset if offset_is_int else plan.offset
+        if plan.taken:
+            told = b""
+            options = _functions.with_taken(options, plan.taken, *functions[1::2])
         pointers = (*at, *options, offset, told)
         if out is None or not (
             plan.may_overlap(out.data.ptr, pointers)
@@ -136,6 +141,7 @@ def _planned(key, plan, *arguments):
     with cupy.cuda.Device(operands.q.data.device_id):
         if plan is None:
             plan = make_plan(problem, operands)
+            plan.taken = tuple(x for x in operands.taken if x.array is not None)
             # Views of the same memory have the same pointer: the arrays of a call can
             # be passed to the launches unchanged.
             if key is not None and isinstance(plan, AttentionPlan):
@@ -271,7 +277,7 @@ def describe(problem, operands) -> dict[str, Any]:
         details["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
         details["split of the keys"] = getattr(plan, "num_splits", 1)
-    details |= described(operands.functions)
+    details |= described(operands.functions, operands.taken)
     mask = operands.functions.mask if operands.functions else None
     if mask is not None and isinstance(problem.query_offset, int):
         lists = math.prod(problem.batch) if "b" in problem.mask_varies_by else 1

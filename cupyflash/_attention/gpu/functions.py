@@ -4,7 +4,7 @@ import types
 from typing import Any, NamedTuple
 
 from cupyflash._attention import functions as _functions
-from cupyflash._attention.gpu.config import FUNCTIONS
+from cupyflash._attention.gpu.config import FUNCTIONS, OPTIONS
 from cupyflash._core import strides
 
 
@@ -40,18 +40,30 @@ def packed(problem, functions) -> bytes:
     )
 
 
-def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, bytes]:
+def of_call(
+    q, score, score_arrays, mask, mask_arrays, softcap, first=None
+) -> tuple[Any, bytes]:
     """(key of a plan, functions_t) of a call whose functions are known.
 
-    Raises TypeError, ValueError or AttributeError if the arguments need the checks
-    first.
+    `first` is the query offset if it is an int, else None. Raises TypeError,
+    ValueError or AttributeError if the arguments need the checks first.
     """
     accum = "float64" if q.dtype.char == "d" else "float32"
-    key, packed = _of_one(q, score, score_arrays, accum, bool(softcap))
+    key, packed = _of_one(q, score, score_arrays, accum, bool(softcap), first)
     if mask is mask_arrays is None:
         return (*key, None), packed
-    of_mask, packed_mask = _of_one(q, mask, mask_arrays, accum, None)
+    of_mask, packed_mask = _of_one(q, mask, mask_arrays, accum, None, first)
     return key + of_mask, packed + packed_mask
+
+
+def with_taken(options, taken, score_arrays, mask_arrays) -> Any:
+    """Pointers of the options, with the arrays of functions that options replace."""
+    options = list(options)
+    arrays = {"score": score_arrays, "mask": mask_arrays}
+    for x in taken:
+        place = OPTIONS.index(x.option)
+        options[place] = arrays[x.of][x.array].data.ptr + x.start
+    return options
 
 
 # id of a function's code -> (a snapshot of it, what `_of_one` said then).
@@ -59,20 +71,20 @@ _known: dict[int, tuple[Any, tuple[Any, bytes]]] = {}
 _MOST_KNOWN = 256
 
 
-def _of_one(q, function, arrays, accum, has_softcap):
+def _of_one(q, function, arrays, accum, has_softcap, first):
     """`of_call` of a score, or of a mask, which has None for `has_softcap`."""
     if function is None:
         if arrays is not None:
             raise TypeError
         return (None,), b""
-    facts = [accum, has_softcap]
+    facts = [accum, has_softcap, first]
     if arrays:
         facts.append(q.data.device_id)
         for name, x in arrays.items():
             data = x.data
             facts += name, x.dtype, x.shape, x.strides, data.ptr, data.device_id
     if type(function) is not types.FunctionType:  # a partial
-        return _looked_up(q, function, arrays, accum, has_softcap)
+        return _looked_up(q, function, arrays, accum, has_softcap, first)
     place = id(function.__code__)
     if known := _known.get(place):
         snapshot, found = known
@@ -81,7 +93,7 @@ def _of_one(q, function, arrays, accum, has_softcap):
     from cupyflash._expr.closures import Snapshot
 
     snapshot = Snapshot(function, facts)
-    found = _looked_up(q, function, arrays, accum, has_softcap)
+    found = _looked_up(q, function, arrays, accum, has_softcap, first)
     if snapshot.still_holds(function, facts):  # no thread has changed it meanwhile
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
@@ -89,7 +101,7 @@ def _of_one(q, function, arrays, accum, has_softcap):
     return found
 
 
-def _looked_up(q, function, arrays, accum, has_softcap):
+def _looked_up(q, function, arrays, accum, has_softcap, first):
     is_mask = has_softcap is None
     expression, values = _functions.language().lookup(function, arrays, is_mask)
     if not has_softcap and expression.option is not None:
@@ -102,7 +114,11 @@ def _looked_up(q, function, arrays, accum, has_softcap):
             raise ValueError
     packer = expression.packer
     small = not packer.integers or _functions.are_small(expression, values)
-    return (expression.key, small), packer(arrays, values, accum)
+    key = expression.key, small
+    if (option := expression.array_option) is not None:
+        x = arrays[option.array]  # of which the plan of an option depends on this
+        key += x.dtype, x.shape, x.strides, x.data.ptr % 16, first
+    return key, packer(arrays, values, accum)
 
 
 def overlap(out, *named) -> bool:

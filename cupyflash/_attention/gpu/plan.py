@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._attention.functions import Taken
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.config import OPTIONS, OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.functions import with_functions
@@ -17,6 +18,7 @@ class AttentionPlan(LaunchSequence):
     num_splits = 1  # of the keys
     offset = 0  # the argument, if that of the call is not an int
     dscore: tuple[str, ...] = ()  # names of arrays whose gradients come last
+    taken: tuple[Taken, ...] = ()  # functions whose arrays are options
 
 
 def addresses(arrays: Any) -> list[Any]:

@@ -80,6 +80,7 @@ def split_kv(
         heads_axis=True,
         return_lse=True,
     )
-    names = set(operands._fields) - {"out", "given_out", "sinks", "functions"}
+    kept = {"out", "given_out", "sinks", "functions", "taken"}
+    names = set(operands._fields) - kept
     views = {name: spread(getattr(operands, name)) for name in names}
     return splits, operands._replace(out=None, given_out=None, **views)

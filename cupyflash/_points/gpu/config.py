@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -9,6 +10,8 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import Struct
 
 LOG2E = math.log2(math.e)
+# With what that is rounded by.
+_LOG2E = Fraction(LOG2E) + Fraction(2.0355273740931033e-17)
 
 # Batch entries of one plan: the longest second axis of a grid, with room.
 MOST_ENTRIES = 1 << 15
@@ -28,7 +31,7 @@ PARAMS = Struct(
     "points_params_t",
     "points/params.cuh",
     (
-        ("double", "scale"),
+        ("double", "scale", "scale_low"),
         ("int", "batch", "num_rows", "num_keys"),
         ("int", "padded_rows", "padded_keys"),
         ("int", "num_tiles", "tiles_per_split"),
@@ -48,26 +51,35 @@ TALLY_BYTES = 20
 
 
 class GpuKernel(NamedTuple):
-    """How a kernel K(d2) is computed: a struct of kernels.cuh, and q over d2."""
+    """How a kernel K(d2) is computed: a struct of kernels.cuh, and q over d2.
+
+    That is `multiple` times log2(e) to the power of `power`.
+    """
 
     struct: str
-    factor: float
+    multiple: float
+    power: int = 0
     has_exponent: bool = True  # far pairs vanish
+
+    @property
+    def factor(self) -> Fraction:
+        """q over d2, to twice the digits of float64."""
+        return Fraction(self.multiple) * _LOG2E**self.power
 
 
 # By the names of cupyflash._points.kernels.
 KERNELS = {
-    "gaussian": GpuKernel("gaussian", LOG2E / 2),
-    "laplacian": GpuKernel("exponential", LOG2E**2),
-    "matern32": GpuKernel("matern32", 3 * LOG2E**2),
-    "matern52": GpuKernel("matern52", 5 * LOG2E**2),
+    "gaussian": GpuKernel("gaussian", 0.5, 1),
+    "laplacian": GpuKernel("exponential", 1.0, 2),
+    "matern32": GpuKernel("matern32", 3.0, 2),
+    "matern52": GpuKernel("matern52", 5.0, 2),
     "cauchy": GpuKernel("cauchy", 1.0, has_exponent=False),
     "inverse_multiquadric": GpuKernel("inverse_multiquadric", 1.0, has_exponent=False),
     "energy": GpuKernel("energy", 1.0, has_exponent=False),
-    "laplacian_slope": GpuKernel("laplacian_slope", LOG2E**2),
+    "laplacian_slope": GpuKernel("laplacian_slope", 1.0, 2),
     "cauchy_slope": GpuKernel("cauchy_slope", 1.0, has_exponent=False),
-    "matern12_root3": GpuKernel("exponential", 3 * LOG2E**2),
-    "matern32_root5": GpuKernel("matern32", 5 * LOG2E**2),
+    "matern12_root3": GpuKernel("exponential", 3.0, 2),
+    "matern32_root5": GpuKernel("matern32", 5.0, 2),
     "inverse_multiquadric_slope": GpuKernel(
         "inverse_multiquadric_slope", 1.0, has_exponent=False
     ),
@@ -90,7 +102,7 @@ class Pairs:
     num_columns: int  # of values
     dtype: str
     kernel: str  # of KERNELS, or the name of a function
-    scale: float  # 1 / bandwidth; 1 where the coordinates have been scaled
+    scale: float  # 1 / bandwidth; 1 where axes have scales of their own
     coord_dtype: str  # of the coordinates: float64 where they have been scaled
     has_log_weights: bool = False
     return_lse: bool = False
@@ -99,6 +111,8 @@ class Pairs:
     precision: str = "float32"
     function: str = ""  # CUDA of a caller's kernel
     numbers: bytes = _NO_NUMBERS  # that it closes over
+    bandwidth: float = 0.0  # that `scale` was rounded from; 0: it was not
+    has_axis_scales: bool = False  # not in the coordinates yet
 
     @property
     def has_sums_of_weights(self) -> bool:
@@ -111,7 +125,13 @@ class Pairs:
     @property
     def q_scale(self) -> float:
         """q of kernels.cuh over the squared distance of the coordinates."""
-        return self.gpu_kernel.factor * self.scale * self.scale
+        return float(self._exact_q_scale)
+
+    @property
+    def _exact_q_scale(self) -> Fraction:
+        width = Fraction(self.bandwidth)
+        scale = 1 / width if width else Fraction(self.scale)
+        return self.gpu_kernel.factor * scale * scale
 
     @property
     def columns_of_chunk(self) -> int:
@@ -178,6 +198,7 @@ def pack(pairs: Pairs, **fields: Any) -> bytes:
     """points_params_t of a launch."""
     known = {
         "scale": pairs.q_scale,
+        "scale_low": float(pairs._exact_q_scale - Fraction(pairs.q_scale)),
         "batch": pairs.batch,
         "num_rows": pairs.num_rows,
         "num_keys": pairs.num_keys,

@@ -59,6 +59,7 @@ def _representative() -> Iterator[Pairs]:
         for dim in (3, 7):
             yield _pairs(reduction, columns, dim)
         yield _pairs(reduction, columns, 3, "float64")
+        yield _pairs(reduction, columns, 3, "float64", has_axis_scales=True)
     yield _pairs("mean", 3, 2)
     yield _pairs("mean", 2, 64)
     for reduction, columns in (("logsumexp", 0), ("kernel_sum", 1), ("mean", 2)):

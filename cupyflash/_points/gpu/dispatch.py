@@ -1,6 +1,7 @@
 """The CuPy back end of points: a checked problem becomes a plan, and is launched."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import cupy
@@ -40,20 +41,19 @@ def _compute(problem):
     if math.prod(problem.batch) > config.MOST_ENTRIES:
         return _in_slabs(problem)
     pairs = pairs_of(problem)
-    x, y = _coordinates(problem, pairs)
+    x, y, scales = _coordinates(problem, pairs)
     weights = _flat(problem.log_weights, pairs, pairs.num_keys)
     values = _flat(problem.values, pairs, pairs.num_keys, pairs.num_columns)
     x_order = y_order = None
     if pairs.is_sorted:
-        x_order, y_order = clouds.order(x), clouds.order(y)
+        x_order, y_order = (clouds.order(_scaled(z, scales)) for z in (x, y))
     device_id = x.data.device_id
     key = pairs, device_id
     plan = _plans.get(key)
     if plan is None:
         plan = PointsPlan(pairs, device_id)
         _plans.put(key, plan)
-    centre = _middle(x, y, pairs) if plan.needs_centre else None
-    operands = x, y, weights, values, x_order, y_order, centre
+    operands = x, y, weights, values, x_order, y_order, scales
     results = plan([0 if a is None else a.data.ptr for a in operands])
     for a in operands:
         graphs.keep_if_capturing(a)
@@ -100,6 +100,7 @@ def pairs_of(problem) -> Pairs:
         text, numbers = functions.of(problem.kernel, is_log)
         function = {"function": text, "numbers": numbers}
     scaled = problem.dim > 0 and not _is_plain(problem)
+    is_wide = problem.dtype == "float64"
     pairs = Pairs(
         reduction=problem.reduction,
         batch=math.prod(problem.batch),
@@ -114,6 +115,8 @@ def pairs_of(problem) -> Pairs:
         has_log_weights=problem.log_weights is not None,
         return_lse=_has_lse(problem),
         precision=problem.precision,
+        bandwidth=0.0 if scaled or not problem.dim else problem.bandwidth[0],
+        has_axis_scales=scaled and is_wide,
         **function,
     )
     return clouds.sorted_where_worth(pairs)
@@ -124,25 +127,31 @@ def _is_plain(problem):
     return problem.isotropic and 1e-15 < problem.scale[0] < 1e15
 
 
+def _scaled(x, scales):
+    return x if scales is None else x * scales[0]
+
+
 def _coordinates(problem, pairs):
-    """Both clouds, (batch, points, axes) and contiguous."""
-    found = []
+    """Both clouds, (batch, points, axes) and contiguous, and scales of their axes.
+
+    float32 is scaled here, in float64, and float64 where kernels have taken the
+    difference of two points: a digit of either would be one of a narrow kernel.
+    """
+    found, scales = [], None
+    if pairs.has_axis_scales:
+        widths = map(Fraction, problem.bandwidth)
+        lost = [
+            float(1 / w - Fraction(s))
+            for w, s in zip(widths, problem.scale, strict=True)
+        ]
+        scales = cupy.asarray([problem.scale, lost])
     for x in (problem.x, problem.y):
         if not problem.dim:
             x = cupy.zeros((*x.shape[:-1], 1), x.dtype)
-        elif not _is_plain(problem):
+        elif scales is None and not _is_plain(problem):
             x = x.astype(np.float64) * cupy.asarray(problem.scale)
         found.append(_flat(x, pairs, x.shape[-2], pairs.dim))
-    return found
-
-
-def _middle(x, y, pairs):
-    """What coordinates are measured from by products, (batch, axes)."""
-    middle = y.mean(axis=1, dtype=np.float64)
-    if pairs.precision == "tf32":
-        # Points are rounded: with x and y exchanged, to the same.
-        middle = 0.5 * (middle + x.mean(axis=1, dtype=np.float64))
-    return middle
+    return *found, scales
 
 
 def _flat(x, pairs, *shape):

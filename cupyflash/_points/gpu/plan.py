@@ -13,7 +13,7 @@ from cupyflash._cuda.launch_sequence import (
 from cupyflash._points.gpu import config, registry
 from cupyflash._points.gpu.config import Pairs
 
-INPUTS = ("x", "y", "weights", "values", "x_order", "y_order", "centre")
+INPUTS = ("x", "y", "weights", "values", "x_order", "y_order", "axis_scales")
 
 
 def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
@@ -33,6 +33,7 @@ def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
     }
     key_weights = "key_weights" if has_weights else 0
     key_values = "key_values" if columns else 0
+    scales = "axis_scales" if pairs.has_axis_scales else 0
     x_order, y_order = ("x_order", "y_order") if pairs.is_sorted else (0, 0)
     launches = [
         (
@@ -57,11 +58,20 @@ def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
         ),
         (
             config.boxes_config(pairs, rows, config.GROUP),
-            ("rows", 0, 0, "row_boxes", 0, rows, 0),
+            ("rows", 0, 0, scales, "row_boxes", 0, rows, 0),
         ),
         (
             config.boxes_config(pairs, keys, config.TILE_KEYS),
-            ("keys", key_weights, key_values, "key_boxes", "facts", keys, columns),
+            (
+                "keys",
+                key_weights,
+                key_values,
+                scales,
+                "key_boxes",
+                "facts",
+                keys,
+                columns,
+            ),
         ),
     ]
     return launches, memory
@@ -117,7 +127,4 @@ class PointsPlan(LaunchSequence):
         if pairs.reduction == "logsumexp" or pairs.return_lse:
             results["lse"] = Result((pairs.batch, pairs.num_rows), dtype)
         device = runtime.device(device_id)
-        launches = steps(pairs, device)
-        # The middle of the keys, which products are taken about.
-        self.needs_centre = registry.select(pairs, device)[0] is registry.PRODUCTS
-        super().__init__(device_id, INPUTS, results, launches)
+        super().__init__(device_id, INPUTS, results, steps(pairs, device))

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
@@ -49,19 +50,25 @@ class DirectKernel:
         blocks = pairs.batch * pairs.num_chunks * (pairs.padded_rows // rows)
         return config.splits(pairs, blocks, 8 * device.num_sms)
 
-    def config(self, pairs: Pairs, num_splits: int, wide: bool) -> LaunchConfig:
+    def config(
+        self, pairs: Pairs, num_splits: int, wide: bool, repair: bool = False
+    ) -> LaunchConfig:
         """The launch over so many splits of the keys."""
         rows = 4 if wide else 8
         # Two blocks of a multiprocessor at once, where registers are left for that.
         is_small = pairs.num_sums == 1 and pairs.gpu_kernel.struct == "gaussian"
         of_axes = pairs.dim <= 4 or pairs.dim > config.MAX_BOX_DIM
         is_small &= of_axes and not wide
+        is_sum = not pairs.has_sums_of_weights
         variant = Variant(
             "points/direct.cu",
             "points_direct",
             config.defines(
                 pairs,
+                SUM_T="double" if repair and is_sum else CUDA_TYPES[pairs.dtype],
                 WIDE_T="double" if wide else "float",
+                CAREFUL=int(repair and pairs.dtype == "float64"),
+                SCALED=int(pairs.has_axis_scales),
                 ROWS=rows,
                 MIN_BLOCKS=2 if is_small else 1,
                 KERNEL=pairs.gpu_kernel.struct,
@@ -89,20 +96,23 @@ class DirectKernel:
         """The launch that makes rows once more whose digits are not certain."""
         tiles = -(-pairs.num_tiles // num_parts)
         fields = {"tiles_per_split": tiles, "num_parts": num_parts, "repair": 1}
-        launch = self.config(pairs, num_parts, wide=True)
+        launch = self.config(pairs, num_parts, wide=True, repair=True)
         return launch, self._arguments(pairs, **fields)
 
     def _arguments(self, pairs, **fields):
         params = config.pack(pairs, **fields)
-        arrays = (*config.ARRAYS, "facts", "redo", "refs", "parts")
+        scales = "axis_scales" if pairs.has_axis_scales else 0
+        arrays = (*config.ARRAYS, "facts", "redo", scales, "refs", "parts")
         return (*arrays, params, pairs.numbers)
 
     def needs_repair(self, pairs: Pairs) -> bool:
         """Whether rows may have to be made once more."""
-        if self.is_wide(pairs):
-            skips = pairs.gpu_kernel.has_exponent and pairs.dim <= config.MAX_BOX_DIM
-            return skips and not pairs.has_sums_of_weights
-        return True
+        if not self.is_wide(pairs):
+            return True
+        if pairs.has_sums_of_weights:
+            # What float64 scores lose is the last digit of large ones.
+            return pairs.dtype == "float64" and pairs.gpu_kernel.has_exponent
+        return pairs.gpu_kernel.has_exponent or bool(pairs.function)
 
 
 @dataclass(frozen=True)
@@ -289,12 +299,44 @@ class ProductsKernel:
     def memory(self, pairs: Pairs) -> dict[str, int]:
         """Bytes of what its launches pass on."""
         of_point = 128 * self._chunks(pairs)
+        of_slab = 8 * pairs.batch * pairs.dim
         return {
             "row_parts": of_point * pairs.batch * pairs.padded_rows,
             "key_parts": of_point * pairs.batch * pairs.padded_keys,
             "norms": 8 * pairs.batch * pairs.padded_rows,
             "terms": 8 * pairs.batch * pairs.padded_keys,
+            "row_sums": of_slab * _slabs(pairs.num_rows),
+            "key_sums": of_slab * _slabs(pairs.num_keys),
+            "centre": of_slab,
         }
+
+    def middle_launches(self, pairs: Pairs) -> list[Step]:
+        """The launches that find what coordinates are measured from."""
+        switches = tuple(
+            item for item in config.defines(pairs) if item[0] in ("COORD_T", "DIM")
+        )
+        sums, join = (
+            Variant("points/middle.cu", entry, switches)
+            for entry in ("points_middle", "points_middle_join")
+        )
+        # With one part points are rounded: to the same with x and y exchanged.
+        clouds = {"key_sums": ("y", pairs.num_keys)}
+        if self.parts(pairs) == 1:
+            clouds["row_sums"] = "x", pairs.num_rows
+        axes = -(-pairs.dim // 32)
+        found: list[Step] = []
+        for to, (points, size) in clouds.items():
+            grid = _slabs(size), axes, pairs.batch
+            found.append((LaunchConfig(sums, grid, (_THREADS,)), (points, to, size)))
+        arguments = (
+            "row_sums" if "row_sums" in clouds else 0,
+            "key_sums",
+            "centre",
+            *map(_slabs, (pairs.num_rows, pairs.num_keys)),
+            *(pairs.num_rows, pairs.num_keys),
+        )
+        found.append((LaunchConfig(join, (pairs.batch, 1), (_THREADS,)), arguments))
+        return found
 
     def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
         """The launch that cuts the coordinates of a cloud in parts."""
@@ -346,6 +388,7 @@ class ProductsKernel:
         results = ("redo", "refs", "parts", params)
         return (
             [
+                *self.middle_launches(pairs),
                 (self.parts_config(pairs, True), ("x", 0, "centre", *rows)),
                 (self.parts_config(pairs, False), ("y", weights, "centre", *keys)),
                 (self.config(pairs, num_splits, device), (*cut, *results)),
@@ -357,8 +400,10 @@ class ProductsKernel:
 
 # Parts of coordinates of a chunk of products.cu.
 _CHUNK_PARTS = 64
-# Slack of results that have fewer digits than float32.
-_ANY = 1e30
+# Slabs of a cloud that are summed side by side, and points that one is worth it for.
+_MOST_SLABS, _SLAB_POINTS = 256, 256
+# Slack of results that have fewer digits than float32, and of float64 ones.
+_ANY, _SLACK_F64 = 1e30, 2.0
 # Pairs below which blocks of direct.cu in float64 are as fast as anything.
 _FEW_PAIRS = 1 << 22
 # Pairs from which on a choice between series pays; row blocks that it looks at.
@@ -371,11 +416,17 @@ PRODUCTS = ProductsKernel()
 KERNELS = (MMA, PRODUCTS, DIRECT)
 
 
+def _slabs(num_points):
+    return max(1, min(_MOST_SLABS, num_points // _SLAB_POINTS))
+
+
 def slack(row, pairs: Pairs) -> float:
     """That of points_params_t: an error of a score stays one of a mean."""
     if row is PRODUCTS and row.parts(pairs) == 1:
         return _ANY
-    return 0.0 if pairs.num_columns else row.slack
+    if pairs.num_columns:
+        return 0.0
+    return _SLACK_F64 if pairs.dtype == "float64" else row.slack
 
 
 def select(pairs: Pairs, device: Device):

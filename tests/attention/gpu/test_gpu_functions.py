@@ -405,3 +405,144 @@ def test_known_functions_do_not_pile_up():
         score = expressions_gpu.expressions.function(f"s * {k + 2}", "s")
         gpu_functions.of_call(q, score, None, None, None, 0)
     assert len(gpu_functions._known) <= 256
+
+
+# --- functions that an option says ---------------------------------------------------
+
+
+def add_of_pairs(s, b, h, i, j, *, t):
+    return t[b, h, i, j] + s
+
+
+def read_of_heads(h, i, j, *, seen):
+    return seen[h, i, j]
+
+
+def read_of_pairs(i, j, *, seen):
+    return seen[i, j]
+
+
+RNG = np.random.default_rng(5)
+SEEN = RNG.random((4, 43, 42)) > 0.3
+BIAS = RNG.standard_normal((2, 4, 43, 42)).astype("float32")
+ALIBI = {"score": scores.alibi, "score_arrays": {"slopes": SLOPES}}
+SAID = {
+    "alibi": (ALIBI, {"score": "alibi_slopes"}),
+    "alibi and a window": (
+        {**ALIBI, "mask": scores.sliding_window(9)},
+        {"score": "alibi_slopes", "mask": "window"},
+    ),
+    "slopes of every second element": (
+        {**ALIBI, "score_arrays": {"slopes": np.linspace(0, 1, 9, dtype="f4")[::2]}},
+        {"score": "alibi_slopes"},
+    ),
+    "alibi and documents": (
+        {
+            **ALIBI,
+            "mask": scores.prefix_lm,
+            "mask_arrays": {"prefix": np.array([3, 20])},
+        },
+        {},
+    ),
+    "a mask": (
+        {"mask": read_of_pairs, "mask_arrays": {"seen": SEEN[0]}},
+        {"mask": "mask"},
+    ),
+    "a mask of heads": (
+        {"mask": read_of_heads, "mask_arrays": {"seen": SEEN}, "query_offset": 3},
+        {"mask": "mask"},
+    ),
+    "a mask that is too short": (
+        {
+            "mask": read_of_pairs,
+            "mask_arrays": {"seen": SEEN[0, :30]},
+            "query_offset": 13,
+        },
+        {},
+    ),
+    "bias and mask": (
+        {
+            "score": add_of_pairs,
+            "score_arrays": {"t": BIAS},
+            "mask": read_of_heads,
+            "mask_arrays": {"seen": SEEN},
+        },
+        {"score": "bias", "mask": "mask"},
+    ),
+    "a bias beside a bias": (
+        {
+            "score": add_of_pairs,
+            "score_arrays": {"t": BIAS},
+            "bias": BIAS[0, :, :24, :40],
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SAID)
+def test_a_function_that_an_option_says(cupy, rng, name):
+    options, became = SAID[name]
+
+    def moved(x):
+        if isinstance(x, dict):
+            return {key: moved(value) for key, value in x.items()}
+        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    q, k, v, dout = (
+        rng.standard_normal((2, heads, n, 32)).astype("float32")
+        for heads, n in ((4, 24), (2, 40), (2, 40), (4, 24))
+    )
+    given = [cupy.asarray(x) for x in (q, k, v)]
+    told = cupyflash.explain("attention", *given, **moved(options)).details
+    found = {key[:-3]: text for key, text in told.items() if key.endswith("_is")}
+    assert found.keys() == became.keys()
+    assert all(f"option {became[of]}=" in text for of, text in found.items())
+    wide = [x.astype("f8") for x in (q, k, v)]
+    for _ in range(2):  # other arrays in the second call, which has the same plan
+        on_gpu = moved(options)
+        out, lse = cupyflash.attention(*given, return_lse=True, **on_gpu)
+        got = cupyflash.attention_vjp(cupy.asarray(dout), *given, out, lse, **on_gpu)
+        if "too short" in name:
+            with pytest.raises(IndexError):
+                cupyflash.attention(*wide, **options)
+            return
+        wanted, wanted_lse = cupyflash.attention(*wide, return_lse=True, **options)
+        assert abs(out.get() - wanted).max() < 2e-5
+        gradients = cupyflash.attention_vjp(
+            dout.astype("f8"), *wide, wanted, wanted_lse, **options
+        )
+        for ours, theirs in zip(got[:3], gradients[:3], strict=True):
+            assert abs(ours.get() - theirs).max() < 2e-4
+        options = {**options}
+        for of in ("score_arrays", "mask_arrays"):
+            if of in options:
+                options[of] = {n: x[::-1].copy() for n, x in options[of].items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["alibi", "bias and mask"])
+def test_arrays_of_a_function_that_an_option_says_have_gradients(cupy, rng, name):
+    options, _ = SAID[name]
+    q, k, v, dout = (
+        rng.standard_normal((2, 4, n, 32)).astype("float32") for n in (24, 40, 40, 24)
+    )
+    (of,) = options["score_arrays"]
+
+    def gradient(xp, dtype):
+        given = [xp.asarray(x, dtype=dtype) for x in (dout, q, k, v)]
+        named = {
+            key: {n: xp.asarray(x) for n, x in value.items()}
+            for key, value in options.items()
+            if key.endswith("arrays")
+        }
+        call = {**options, **named}
+        out, lse = cupyflash.attention(*given[1:], return_lse=True, **call)
+        found = cupyflash.attention_vjp(*given, out, lse, need_dscore=of, **call)
+        return found.dscore[of]
+
+    wanted = gradient(np, "float64")
+    got = gradient(cupy, "float32").get()
+    assert got.shape == wanted.shape
+    assert abs(got - wanted).max() < 2e-4

@@ -296,6 +296,14 @@ def test_random_problems(seed):
         assert share <= 1, (n, fuzz_points.summary(given))
 
 
+@pytest.mark.parametrize(
+    "seed", [70112, 70219, 70328, 70445, 70617, 70699, 70836, 70989]
+)
+def test_problems_that_lost_digits(seed):
+    """Large float64 scores, tiny float32 sums, means that cancel."""
+    check(fuzz_points.draw(seed))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("far", [math.inf, 1e300])
 @pytest.mark.parametrize("kernel", ["matern32", "matern52", "laplacian", "cauchy"])

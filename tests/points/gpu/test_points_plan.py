@@ -137,6 +137,65 @@ def test_float32_is_looked_over():
     assert entries(pairs_of(size=100)).count("points_direct") == 1
 
 
+def repair_of(pairs):
+    """Switches of the launch that makes doubtful rows once more; None without one."""
+    launches = [c.variant for c, _ in plan.steps(pairs, HOPPER).launches]
+    direct = [v for v in launches if v.entry == "points_direct"]
+    is_direct = registry.select(pairs, HOPPER)[0] is registry.DIRECT
+    return dict(direct[-1].defines) if len(direct) > is_direct else None
+
+
+@pytest.mark.parametrize("axes", [False, True])
+def test_large_scores_of_float64_have_more_digits(axes):
+    wide = {"dtype": "float64", "coord_dtype": "float64", "has_axis_scales": axes}
+    for reduction, columns, size in (("logsumexp", 0, 9), ("mean", 3, 1 << 20)):
+        found = repair_of(pairs_of(reduction, columns, size=size, **wide))
+        assert (found["CAREFUL"], found["SCALED"]) == ("1", str(int(axes)))
+    # Weights of these do not grow from a digit of a score.
+    assert repair_of(pairs_of("mean", 3, kernel="cauchy", **wide)) is None
+    assert repair_of(pairs_of())["CAREFUL"] == "0"
+
+
+@pytest.mark.parametrize("dim", [3, 20])
+@pytest.mark.parametrize("size", [100, 1 << 14])
+def test_tiny_sums_of_float32_are_made_in_float64(dim, size):
+    found = repair_of(pairs_of("kernel_sum", 1, dim, size, kernel="matern32"))
+    assert found["SUM_T"] == "double"
+    assert found["ACCUM_T"] == "float"
+
+
+def test_a_scale_has_two_parts():
+    """What 1 / bandwidth and log2(e) are rounded by is in the low one."""
+    width = 0.3
+    pairs = pairs_of(scale=1 / width, bandwidth=width)
+    low = config.pack(pairs)[8:16]
+    assert low == config.pack(pairs, scale=0.0)[8:16]
+    exact = np.longdouble(1) / (
+        2 * np.longdouble(width) ** 2 * np.log(np.longdouble(2))
+    )
+    found = np.longdouble(pairs.q_scale) + np.frombuffer(low)[0]
+    assert abs(found / exact - 1) < 1e-18
+    assert abs(pairs.q_scale / exact - 1) > 1e-18
+
+
+@pytest.mark.parametrize(("precision", "clouds"), [("float32", 1), ("tf32", 2)])
+def test_the_middle_is_found_by_many_blocks(precision, clouds):
+    """CuPy's mean along the points keeps two blocks busy, for longer than all else."""
+    steps = plan.steps(pairs_of(dim=64, size=100_000, precision=precision), HOPPER)
+    grids = [c.grid for c, _ in steps.launches if c.variant.entry == "points_middle"]
+    assert len(grids) == clouds
+    assert all(math.prod(grid) > HOPPER.num_sms for grid in grids)
+
+
+def test_memory_is_linear():
+    """200,000 points of 64 axes, whose matrix would be 160 GB, in less than 1 GB."""
+    sizes = {}
+    for size in (100_000, 200_000):
+        steps = plan.steps(pairs_of(dim=64, size=size), HOPPER)
+        sizes[size] = sum(steps.scratch.values())
+    assert sizes[200_000] < min(1 << 30, 2.2 * sizes[100_000])
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
 def test_arguments_have_names_and_memory_is_enough(arch):
     """What any plan launches is found by LaunchSequence, and parts fit their memory."""

@@ -22,7 +22,6 @@ from cupyflash._attention.gpu.config import (
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
-    LISTED,
     NARROW,
     NARROW_KEYS,
     TILES,
@@ -108,7 +107,7 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
+    See TILES, FEW and NARROW for `tiles`, `few` and `narrow`.
     """
 
     name: str
@@ -117,7 +116,6 @@ class HopperKernel:
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     few: Few
     narrow: dict[tuple[int, int], HopperTile]
-    listed: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -280,9 +278,6 @@ class HopperKernel:
         """Tiles for the head dimensions and kind of a problem; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if problem.mask_function is not None and _weight_of_terms(problem) == 0:
-            if dims in self.listed:
-                return ((math.inf, self.listed[dims]),)
         if _adds_terms(problem) or problem.has_functions:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
@@ -443,7 +438,11 @@ def _bytes_of_keys(problem):
 
 
 def _weight_of_terms(problem):
-    """0 for one term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
+    """0 for one term of the scores or of keys, 1 to 2 for a softcap, 3 for several.
+
+    Alibi alone takes the tile of a softcap, unless both bounds of a window take
+    registers, too.
+    """
     arrays = problem.bias, problem.mask
     lie_apart = 0
     if problem.terms != "keys":
@@ -459,6 +458,9 @@ def _weight_of_terms(problem):
         return 1 if _is_cap_only(problem) else 2
     if lie_apart + has_alibi > 1 or (lie_apart and has_lengths(problem)):
         return 3
+    is_alone = all(x is None for x in arrays) and not problem.has_functions
+    if has_alibi and is_alone and problem.left is None:
+        return 1
     # Window bounds and mask rows together need too many registers.
     return 3 if lie_apart and problem.mask and problem.left is not None else 0
 
@@ -549,6 +551,5 @@ HOPPER = HopperKernel(
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,
-    listed=LISTED,
     tiles=TILES,
 )

@@ -71,12 +71,10 @@ NARROW = {
     (128, 128): HopperTile(3, 64, False, 4),
 }
 
-# For mask functions, where the tile for score options leaves too few registers.
-LISTED = {(128, 128): HopperTile(2, 112, False)}
-
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
-# alibi); with a softcap; with a softcap and terms of keys; with several options.
+# alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with
+# several options.
 TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     (64, 64): (
         (

@@ -116,9 +116,9 @@ def attention(
     Parameters
     ----------
     q, k, v : dask.array.Array
-        Shapes and dtypes as in `cupyflash.attention`, with NumPy or CuPy chunks. Chunks
-        of k and v along the batch and the heads follow those of q, or are cut where
-        either is; the last axis is made one chunk.
+        Shapes and dtypes as in `cupyflash.attention`, with NumPy or CuPy chunks. Along
+        the batch and the heads, chunks are cut wherever those of q, k or v are. The
+        last axis becomes one chunk.
     bias, mask, sinks, alibi_slopes, query_offset, query_lengths, key_lengths : optional
         As in `cupyflash.attention`; Dask arrays, or arrays of the kind of the chunks.
     scale, causal, window, softcap, layout, precision, return_lse, method : optional
@@ -143,8 +143,8 @@ def attention(
     Notes
     -----
     Each pair of a chunk of queries and a chunk of keys is one call of
-    `cupyflash.attention`; their results are joined by `merge_attention_states` along a
-    tree. Pairs that a causal mask or a window hides are left out of the graph, if
+    `cupyflash.attention`, and `merge_attention_states` joins the results in a tree.
+    Pairs that a causal mask or a window hides are left out of the graph, if
     `query_offset` and lengths are known on the host. In 16 bits each part is rounded to
     the dtype before it is joined.
 

@@ -117,10 +117,14 @@ struct of_float32 {
 struct of_float16 {
   static constexpr int bits = 16;
   static __device__ float load(unsigned int x) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(x)));
+    float wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(static_cast<unsigned short>(x)));
+    return wide;
   }
   static __device__ unsigned int store(float x) {
-    return __half_as_ushort(__float2half_rn(x));
+    unsigned short narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow) : "f"(x));
+    return narrow;
   }
 };
 struct of_bfloat16 {

@@ -8,6 +8,7 @@ import pytest
 from accuracy import to_host
 from placing import place
 
+from cupyflash._cli import nvrtc
 from cupyflash.distributed import _bits
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -104,3 +105,19 @@ def test_moves(dtype):
     joined = _bits.joined(np, [x, turned.swapaxes(0, 2)], axis=1)
     assert joined.dtype == dtype
     np.testing.assert_array_equal(joined, np.concatenate([x, x], axis=1))
+
+
+def test_kernels_need_no_header():
+    if why := nvrtc.unusable():
+        pytest.skip(why)
+    from cupy.cuda import nvrtc as compiler
+
+    formats = [name for name, _ in _bits._FORMATS.values()]
+    body = "".join(
+        f"y[{n}] = store<{f}>(load<{f}>(x, 1), 0);" for n, f in enumerate(formats)
+    )
+    text = f"""{_bits._PREAMBLE}
+        extern "C" __global__ void all_formats(unsigned long long x,
+                                               unsigned long long *y) {{ {body} }}"""
+    made = compiler.createProgram(text, "bits.cu", [], [])
+    compiler.compileProgram(made, ["--gpu-architecture=sm_80"])

@@ -66,6 +66,7 @@ ATTENTION_GPU = (
         "params",
         "combine_config",
         "copy_config",
+        "diagonals",
         "tile_lists",
         "gradient_config",
         "gradient_layout",

@@ -79,6 +79,9 @@ class AttentionProblem:
     generated: str = field(default="", repr=False)
     # Which of b and h the mask function depends on.
     mask_varies_by: str = ""
+    # Of a score function that reads a table of diagonals in place of the caller's: a
+    # DiagonalTable.
+    table: Any = field(default=None, repr=False)
 
     @property
     def has_functions(self) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._expr.nodes import Node, const, node, order
-from cupyflash._expr.operations import COMPARISONS
+from cupyflash._expr.nodes import LEAVES, Node, const, node, order
+from cupyflash._expr.operations import COMPARISONS, OF_FLOATS
 
 DISTANCE = node("var", "int", (), "d")  # i - j
 
@@ -39,6 +39,31 @@ def by_distance(roots: Sequence[Node]) -> list[Node]:
 def is_of_diagonals(n: Node) -> bool:
     """Whether a node depends on i - j, and on neither of both otherwise."""
     return "d" in n.free and not n.free & {"s", "i", "j"}
+
+
+# A term of so many operations, or with one of these, costs more than to read it.
+_MANY = 12
+_SLOW = OF_FLOATS | {"floordiv", "mod"}
+
+
+def sum_of_diagonals(root: Node) -> frozenset[str] | None:
+    """The variables of a term of i - j, and of h, that a score adds to s or subtracts.
+
+    None if the score is something else, or the term costs little.
+    """
+    (root,) = by_distance([root])
+    if root.op not in ("add", "sub"):
+        return None
+    s, term = root.args
+    if root.op == "add" and term.op == "var":
+        s, term = term, s
+    if (s.op, s.value) != ("var", "s") or "d" not in term.free:
+        return None
+    if not term.free <= {"d", "h", "array"}:
+        return None
+    varies = [n for n in order(term) if "d" in n.free and n.op not in LEAVES]
+    costs = len(varies) >= _MANY or any(n.op in _SLOW for n in varies)
+    return term.free if costs else None
 
 
 def distances(first: Any, rows: int, start: int, columns: int) -> np.ndarray:

@@ -76,15 +76,20 @@ class Packer:
             if kind == "int"
         )
         pointers = "".join(f"Q{2 * rank}q" for rank in ranks)
-        self._pack = {
+        self._structs = {
             accum: struct.Struct(
                 pointers
                 + "".join(letter if kind == "float" else "q" for kind in kinds)
                 + ("" if ranks or kinds else "q")
                 + "0q"  # to a multiple of 8 bytes
-            ).pack
+            )
             for accum, letter in (("float32", "f"), ("float64", "d"))
         }
+        self._pack = {accum: x.pack for accum, x in self._structs.items()}
+
+    def size(self, accum: str) -> int:
+        """How many bytes these are."""
+        return self._structs[accum].size
 
     def __call__(
         self, arrays: Mapping[str, Any], values: Sequence[Any], accum: str

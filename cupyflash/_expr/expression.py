@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._expr import derivatives
-from cupyflash._expr.diagonals import by_distance
+from cupyflash._expr.diagonals import by_distance, sum_of_diagonals
 from cupyflash._expr.emit_python import python_text
 from cupyflash._expr.nodes import Node, order, var
 
@@ -86,6 +86,11 @@ class Expression:
         from cupyflash._expr import recognized
 
         return recognized.array_option(self.root)
+
+    @functools.cached_property
+    def sum_of_diagonals(self) -> frozenset[str] | None:
+        """For s plus what costs much and depends on i - j and h: see `diagonals`."""
+        return None if self.is_mask else sum_of_diagonals(self.root)
 
     @functools.cached_property
     def packer(self) -> Any:

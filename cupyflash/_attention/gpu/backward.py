@@ -8,8 +8,8 @@ import cupy
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.functions import described
 from cupyflash._attention.gpu import copies as _copies
+from cupyflash._attention.gpu import diagonals, gradient_copies, gradient_layout
 from cupyflash._attention.gpu import functions as _functions
-from cupyflash._attention.gpu import gradient_copies, gradient_layout
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.config import FUNCTIONS, OPTIONS, AttentionCall
@@ -167,9 +167,15 @@ def make_plan(problem, operands) -> AttentionPlan:
     steps, copies = Steps([]), {}
     if 0 not in problem.rows_shape:
         device = runtime.device(device_id)
-        row, _, known, fit, copies = _select(problem, operands, device)
-        problem = replace(known, whole_vectors=isinstance(row, _BY_VECTORS))
-        steps = _STEPS[type(row)](row, problem, fit, device)
+        given = problem.forward
+        table = diagonals.tabled(given, operands.forward)
+        of_table = replace(problem, forward=table)
+        row, _, known, fit, copies = _select(of_table, operands, device)
+        known = replace(known, whole_vectors=isinstance(row, _BY_VECTORS))
+        steps = _STEPS[type(row)](row, known, fit, device)
+        steps = diagonals.with_table(steps, given, table)
+        functions = {n: getattr(given, n) for n in ("score", "generated", "table")}
+        problem = replace(known, forward=replace(known.forward, **functions))
         steps = with_dscore(steps, problem, fit, device)
     results = gradient_results(problem) | dscore_results(problem, operands)
     written = {name for _, arguments in steps.launches for name in arguments}

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu import diagonals, samples
 from cupyflash._attention.gpu.combine_config import few_config, merge_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
@@ -39,6 +39,8 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             if isinstance(row, HopperKernel) and problem.mask_function is not None:
                 lists = row.tile_lists(problem).config(problem, batch_dims)
                 found[row.name, lists.variant] = None
+        if problem.score is not None:
+            found["diagonals", diagonals.config(problem).variant] = None
     for config in _merges(device):
         found["merge", config.variant] = None
     for dtype in FLOATS:

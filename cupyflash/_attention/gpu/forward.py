@@ -8,7 +8,7 @@ import cupy
 
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.functions import described, tiles_of_mask
-from cupyflash._attention.gpu import combine, split_kv
+from cupyflash._attention.gpu import combine, diagonals, split_kv
 from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
@@ -179,8 +179,10 @@ def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
         results = results_of(problem)
         return AttentionPlan(device_id, FORWARD_CALL, results, Steps([]))
     device = runtime.device(device_id)
+    given, problem = problem, diagonals.tabled(problem, operands)
     row, _, known, fit, copies = _select(problem, operands, device)
     if isinstance(row, UnfusedKernel):
+        row, _, known, fit, copies = _select(given, operands, device)
         results = results_of(problem)
         return UnfusedPlan(row, known, fit, device, device_id, results, copies)
     steps_of, names = _STEPS[type(row)], ("out", "lse")
@@ -190,6 +192,7 @@ def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
         names = split_kv.RESULTS
     else:
         steps = steps_of(row, known, fit, device)
+    steps = diagonals.with_table(steps, given, problem)
     plan = AttentionPlan(
         device_id,
         _copies.names_before(FORWARD_CALL, copies),

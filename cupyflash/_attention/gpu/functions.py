@@ -19,14 +19,36 @@ class WithFunctions(NamedTuple):
         return lambda values: self.params + values[at]
 
 
+class WithTable(NamedTuple):
+    """The same, whose score function reads a table made in the call."""
+
+    params: bytes
+    rest: bytes
+    replaced: int
+
+    def bind(self, place, device_id):
+        """See Argument of launches."""
+        at, table = place(FUNCTIONS), place("diagonals")
+        return lambda values: b"".join(
+            (
+                self.params,
+                values[table].to_bytes(8, "little"),
+                self.rest,
+                values[at][self.replaced :],
+            )
+        )
+
+
 def with_functions(params: bytes, problem) -> Any:
     """params_t as an argument of launches."""
+    if problem.score is not None and problem.table is not None:
+        return WithTable(params, *problem.table)
     return WithFunctions(params) if problem.has_functions else params
 
 
 def without_functions(params: Any) -> bytes:
     """params_t for kernels other than the main one, with functions or without."""
-    return params.params if isinstance(params, WithFunctions) else params
+    return params.params if isinstance(params, (WithFunctions, WithTable)) else params
 
 
 def packed(problem, functions) -> bytes:
@@ -118,6 +140,8 @@ def _looked_up(q, function, arrays, accum, has_softcap, first):
     if (option := expression.array_option) is not None:
         x = arrays[option.array]  # of which the plan of an option depends on this
         key += x.dtype, x.shape, x.strides, x.data.ptr % 16, first
+    elif expression.sum_of_diagonals is not None:
+        key += (first,)  # which is where a table starts
     return key, packer(arrays, values, accum)
 
 

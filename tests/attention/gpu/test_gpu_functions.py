@@ -546,3 +546,112 @@ def test_arrays_of_a_function_that_an_option_says_have_gradients(cupy, rng, name
     got = gradient(cupy, "float32").get()
     assert got.shape == wanted.shape
     assert abs(got - wanted).max() < 2e-4
+
+
+# --- functions of i - j ---------------------------------------------------------------
+
+TABLE = RNG.standard_normal((32, 4)).astype("float32")
+# Not a power of 2, where the logarithms of float32 and float64 could be cut apart.
+T5 = {"score": scores.t5_bias(32, 100), "score_arrays": {"table": TABLE}}
+OF_DIAGONALS = {
+    "T5": T5,
+    "T5 and causal": {
+        "score": scores.t5_bias(32, 100, bidirectional=False),
+        "score_arrays": {"table": TABLE},
+        "causal": True,
+        "query_offset": 5,
+    },
+    "T5 and a mask": {
+        **T5,
+        "mask": scores.prefix_lm,
+        "mask_arrays": {"prefix": np.array([3, 20])},
+    },
+    "T5 and lengths": {**T5, "query_offset": 1, "key_lengths": np.array([100, 170])},
+    "one for all heads": {
+        "score": lambda s, i, j: s - np.log1p(abs(i - j)),
+        "query_offset": -7,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "variables"),
+    [
+        (lambda s, i, j: s - np.log1p(abs(i - j)), {"d"}),
+        (lambda s, h, i, j: np.sqrt(abs(j - i) * h) + s, {"d", "h"}),
+        (lambda s, i, j: s + (i - j) // 7, {"d"}),
+        (lambda s, i, j: s - 0.5 * abs(i - j), None),  # costs less than to read it
+        (lambda s, i, j: s * np.exp(i - j), None),
+        (lambda s, i, j: s + np.exp(i - j) * s, None),
+        (lambda s, b, i, j: s + np.exp(b * (i - j)), None),
+        (lambda s, i, j: s + np.exp(i - j) * j, None),
+        (lambda s, i, j: s + np.exp(i + j), None),
+        (lambda s, i: s + np.exp(i), None),
+    ],
+)
+def test_what_is_added_on_a_diagonal(function, variables):
+    expression, _ = bound_functions.language().lookup(function, {})
+    assert expression.sum_of_diagonals == variables
+
+
+def test_a_table_of_diagonals_needs_a_known_offset_and_enough_scores():
+    from cupyflash._attention.gpu import diagonals
+
+    def has_table(**options):
+        return diagonals.tabled(*asked(**{**T5, **options})).table is not None
+
+    assert has_table()
+    assert has_table(query_offset=3)
+    assert not has_table(query_offset=np.array([0, 3]))
+    assert not has_table(method="safe")
+    assert not has_table(shape=(2, 4, 100, 64))
+    assert not has_table(score=scores.alibi, score_arrays={"slopes": SLOPES})
+
+
+def test_a_table_of_diagonals_compiles_without_spills():
+    from cupyflash._attention.gpu import diagonals
+
+    if why := nvrtc.unusable():
+        pytest.skip(why)
+    row, device = row_named("hopper"), device_of_arch("sm_90a")
+    for options in ({}, {"causal": True}, {"window": 700}):
+        given, operands = asked("float16", (2, 4, 1024, 128), **T5, **options)
+        problem = diagonals.tabled(given, operands)
+        configs = [*row.configs(problem, 1, device), diagonals.config(given)]
+        for config in configs:
+            job = Job("attention", row.name, True, "sm_90a", config.variant)
+            found, _ = nvrtc.find(job)
+            assert not found.error, found.error
+            assert not found.spill_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_DIAGONALS)
+def test_a_function_of_diagonals(cupy, rng, name):
+    options = OF_DIAGONALS[name]
+
+    def moved(x):
+        if isinstance(x, dict):
+            return {key: moved(value) for key, value in x.items()}
+        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+    q, k, v, dout = (
+        rng.standard_normal((2, heads, n, 32)).astype("float32")
+        for heads, n in ((4, 150), (2, 170), (2, 170), (4, 150))
+    )
+    given = [cupy.asarray(x) for x in (q, k, v)]
+    told = cupyflash.explain("attention", *given, **moved(options)).details
+    assert "diagonals.cu" in told["launches"][0]["source"]
+    wide = [x.astype("f8") for x in (q, k, v)]
+    for offset in (options.get("query_offset"), 11):  # where the table starts
+        options = {**options, "query_offset": offset}
+        on_gpu = moved(options)
+        out, lse = cupyflash.attention(*given, return_lse=True, **on_gpu)
+        got = cupyflash.attention_vjp(cupy.asarray(dout), *given, out, lse, **on_gpu)
+        wanted, wanted_lse = cupyflash.attention(*wide, return_lse=True, **options)
+        assert abs(out.get() - wanted).max() < 2e-5
+        gradients = cupyflash.attention_vjp(
+            dout.astype("f8"), *wide, wanted, wanted_lse, **options
+        )
+        for ours, theirs in zip(got[:3], gradients[:3], strict=True):
+            assert abs(ours.get() - theirs).max() < 2e-4

@@ -440,8 +440,8 @@ def _bytes_of_keys(problem):
 def _weight_of_terms(problem):
     """0 for one term of the scores or of keys, 1 to 2 for a softcap, 3 for several.
 
-    Alibi alone takes the tile of a softcap, unless both bounds of a window take
-    registers, too.
+    Alibi alone, or a table of diagonals, takes the tile of a softcap, unless the bounds
+    of a window take registers, too.
     """
     arrays = problem.bias, problem.mask
     lie_apart = 0
@@ -458,9 +458,11 @@ def _weight_of_terms(problem):
         return 1 if _is_cap_only(problem) else 2
     if lie_apart + has_alibi > 1 or (lie_apart and has_lengths(problem)):
         return 3
-    is_alone = all(x is None for x in arrays) and not problem.has_functions
-    if has_alibi and is_alone and problem.left is None:
-        return 1
+    if all(x is None for x in arrays) and problem.mask_function is None:
+        if problem.table is not None:
+            return 1 if problem.left is None else 2
+        if has_alibi and problem.left is None:
+            return 1
     # Window bounds and mask rows together need too many registers.
     return 3 if lie_apart and problem.mask and problem.left is not None else 0
 

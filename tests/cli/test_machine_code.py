@@ -52,6 +52,7 @@ def counts(found):
 
 CHANGED = KERNEL.replace("*=", "+=")
 COMMENTED = "// what it does\n\n" + KERNEL.replace("{ ", "{  /* here */\n  ")
+CONSTANT = "constexpr int kUnused = 3;\n" + KERNEL
 SAME_CODE = KERNEL.replace("x[threadIdx.x]", "*(x + threadIdx.x)")
 
 
@@ -62,6 +63,7 @@ SAME_CODE = KERNEL.replace("x[threadIdx.x]", "*(x + threadIdx.x)")
         (kernel(KERNEL), kernel(COMMENTED), {"same_text": 1}),
         (kernel(KERNEL), kernel(KERNEL, "moved/b.cu"), {"same_text": 1}),
         (kernel(KERNEL), kernel(SAME_CODE, "moved/b.cu"), {"same_code": 1}),
+        (kernel(KERNEL), kernel(CONSTANT), {"same_code": 1}),
         (kernel(KERNEL), kernel(CHANGED), {"differs": 1}),
         (
             kernel(KERNEL),

@@ -51,12 +51,12 @@ def span_rows(problem, device):
     is_narrow = problem.dtypes["x"] in arrays.FLOATS[:3]
     if not rest and not (vectors in _ODD_VECTORS and is_narrow):
         return "rows are a multiple of 16 bytes"
-    deal = lanes, _, turns = _span_deal(length, size, widest)
-    if widest == 2 and length > _SPAN_BYTES and turns > 1:
+    thread_map = lanes, _, conflicts = _span_map(length, size, widest)
+    if widest == 2 and length > _SPAN_BYTES and conflicts > 1:
         return f"elements of rows of {length} lie in the same banks"  # slower at 191
     held_bytes = -(-length // lanes) * max(4, widest)
     share = _span_share(held_bytes, lanes, device)
-    return _span_cut(problem, ("x", "out"), deal, share)
+    return _span_config(problem, ("x", "out"), thread_map, share)
 
 
 def span_pairs(problem, device):
@@ -70,10 +70,10 @@ def span_pairs(problem, device):
         return f"rows are {vectors} vectors of 16 bytes"
     if not _are_back_to_back(problem, ("x", "dy", "out")):
         return "the array is not contiguous"
-    deal = _pair_deal(length, size, widest)
-    held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
-    share = _span_share(held_bytes, deal[0], device)
-    return _span_cut(problem, ("x", "dy", "out"), deal, share)
+    thread_map = _pair_map(length, size, widest)
+    held_bytes = -(-length // thread_map[0]) * 2 * max(4, widest)
+    share = _span_share(held_bytes, thread_map[0], device)
+    return _span_config(problem, ("x", "dy", "out"), thread_map, share)
 
 
 # Up to this many elements, by the size of one, a row is summed by a single thread.
@@ -96,8 +96,8 @@ def span_sums(problem, device):
         return f"a row of {length} is not of 2 to {LONGEST_SUM_IN_SPAN[size]} elements"
     if not _are_back_to_back(problem, ("x",)):
         return "the array is not contiguous"
-    deal = 1, 1, _bank_turns(length, size, 1)
-    if not _is_calm(deal, size):
+    thread_map = 1, 1, _bank_conflicts(length, size, 1)
+    if not _is_conflict_free(thread_map, size):
         return f"elements of rows of {length} lie in the same banks"
     ladder = _SUM_BLOCKS_OF_DOUBLES if size == 8 else _SUM_BLOCKS
     blocks = kernel.by_threshold(ladder, length * max(4, size))
@@ -105,7 +105,7 @@ def span_sums(problem, device):
         blocks = min(blocks, _BLOCKS_ELSEWHERE)
     more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
     share = _share_of_blocks(blocks, device)
-    return _span_cut(problem, ("x",), deal, share, _LIST_BYTES, more)
+    return _span_config(problem, ("x",), thread_map, share, _LIST_BYTES, more)
 
 
 def _are_back_to_back(problem, names):
@@ -115,12 +115,12 @@ def _are_back_to_back(problem, names):
     return layout.is_rows and all(stride == (length,) for stride in strides)
 
 
-def _span_cut(problem, names, deal, share, beside=0, more=None):
+def _span_config(problem, names, thread_map, share, beside=0, more=None):
     """The launch for spans of these arrays in `share` bytes of shared memory.
 
     A row takes a further `beside` bytes of shared memory; `more` are defines.
     """
-    lanes, apart, _ = deal
+    lanes, apart, _ = thread_map
     held = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their alignment may add.
@@ -158,42 +158,53 @@ def _share_of_blocks(blocks, device):
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
-def _span_deal(length, itemsize, widest):
+def _span_map(length, itemsize, widest):
     """Lanes per row, the distance between the rows of a warp, and bank conflicts.
 
     Few lanes, and adjacent rows, if their elements then lie in different banks.
     """
     fewest = _fewest_lanes(length * max(4, widest))
     is_whole = length * itemsize % on_chip.VECTOR_BYTES == 0
-    alone = _calmest_deal(length, itemsize, 1)
-    if fewest == 1 and (length <= _ALONE or is_whole) and _is_calm(alone, itemsize):
+    alone = _fewest_conflicts(length, itemsize, 1)
+    if (
+        fewest == 1
+        and (length <= _ALONE or is_whole)
+        and _is_conflict_free(alone, itemsize)
+    ):
         return alone
-    deals = [
-        _calmest_deal(length, itemsize, lanes)
+    maps = [
+        _fewest_conflicts(length, itemsize, lanes)
         for lanes in sorted({fewest, min(2 * fewest, on_chip.WARP)})
     ]
     # Idle slots of lanes cost bank conflicts as well.
-    return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+    return min(
+        maps,
+        key=lambda thread_map: (
+            -(-length // thread_map[0]) * thread_map[0] * thread_map[2]
+        ),
+    )
 
 
-def _pair_deal(length, itemsize, widest):
+def _pair_map(length, itemsize, widest):
     """The same for gradients, whose lanes have less fixed work per row."""
     fewest = _fewest_lanes(2 * length * max(4, widest))
-    deals = [
-        _calmest_deal(length, itemsize, lanes)
+    maps = [
+        _fewest_conflicts(length, itemsize, lanes)
         for lanes in (fewest, 2 * fewest, 4 * fewest)
         if lanes <= on_chip.WARP
     ]
-    calm = [deal for deal in deals if _is_calm(deal, itemsize)]
-    return calm[0] if calm else deals[-1]
+    conflict_free = [
+        thread_map for thread_map in maps if _is_conflict_free(thread_map, itemsize)
+    ]
+    return conflict_free[0] if conflict_free else maps[-1]
 
 
-def _is_calm(deal, itemsize):
+def _is_conflict_free(thread_map, itemsize):
     """Whether bank conflicts hide behind other work.
 
     They do if there are at most as many as an element has bytes.
     """
-    return deal[2] <= itemsize
+    return thread_map[2] <= itemsize
 
 
 def _fewest_lanes(row_bytes):
@@ -201,16 +212,16 @@ def _fewest_lanes(row_bytes):
     return 1 << (-(-row_bytes // _SPAN_BYTES) - 1).bit_length()
 
 
-def _calmest_deal(length, itemsize, lanes):
+def _fewest_conflicts(length, itemsize, lanes):
     """The distance between rows with the fewest bank conflicts."""
-    deals = [
-        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+    maps = [
+        (lanes, apart, _bank_conflicts(length * apart, itemsize, lanes))
         for apart in (1, 2, 4)
     ]
-    return min(deals, key=lambda deal: deal[2])
+    return min(maps, key=lambda thread_map: thread_map[2])
 
 
-def _bank_turns(step, itemsize, lanes):
+def _bank_conflicts(step, itemsize, lanes):
     """The number of bank conflicts for an element of each lane of a warp.
 
     There are 32 banks of 4-byte words; rows are `step` elements apart.

@@ -17,36 +17,20 @@
 //            newer
 //
 // Parameters MIN_BLOCKS   blocks per multiprocessor that registers must suffice for
-//            and those of softmax/detail/backward.cuh and softmax/detail/tile_queue.cuh
-#include "ptx/cache_hint.cuh"
-#include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
 #include "softmax/detail/tile_queue.cuh"
-#include "softmax/detail/published.cuh"
 #include "softmax/detail/backward.cuh"
 
-constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
-constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
 static_assert(kLanes >= 2 * kVector, "a thread has an edge at most");
 
 __device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks publish: the next position in the queue, and a sum for each row and part.
-struct board_t {
-  unsigned long long* words;  // 1 + num_rows + parts of all rows
-  unsigned num_rows;
-
-  __device__ __forceinline__ unsigned take_next() const {
-    return unsigned(atomicAdd(words, 1ull));
-  }
-  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
-    return words + 1 + row;
-  }
+// Blocks publish sums of one number.
+struct board_t : queue_board_t<1> {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
-    return words + 1 + num_rows + part;
+    return of_row(num_rows) + part;
   }
   // Waits until it is published.
   static __device__ __forceinline__ double read(const unsigned long long* at) {
@@ -60,11 +44,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_vjp_trail_clear(const y_t* y, const dy_t* dy, out_t* dx,
                             unsigned long long* words,
                             const __grid_constant__ layout_t layout) {
-  const long long count = 1 + layout.num_rows + (long long)queue_of(layout).all;
-  const long long step = (long long)gridDim.x * kLanes;
-  for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
-    words[i] = i == 0 ? 0 : published_t::kUnpublished;
-  }
+  board_t{words, 0}.clear(1 + layout.num_rows + (long long)queue_of(layout).all);
 }
 
 // A part of a row.
@@ -121,23 +101,9 @@ template <typename T> struct held_t {
       }
     }
     edge = piece.has_edge() ? p[piece.edge] : T();
-    // Values computed from narrow elements would occupy too many registers.
-    if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
-#pragma unroll
-        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::launder(words[i]);
-      }
-    }
+    keep_narrow(read);
   }
 };
-
-__device__ __forceinline__ double term(y_t p, dy_t g) {
-  // The product of two 16-bit numbers is exact in float.
-  if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
-  return to<double>(p) * to<double>(g);
-}
 
 // The sum of a part, by one warp.
 __device__ __forceinline__ double sum_of(const piece_t& piece) {
@@ -157,10 +123,11 @@ __device__ __forceinline__ double sum_of(const piece_t& piece) {
     for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        sum += term(p.read[k].element[e], g.read[k].element[e]);
+        sum +=
+            product(to<acc_t>(p.read[k].element[e]), to<acc_t>(g.read[k].element[e]));
       }
     }
-    sum += term(p.edge, g.edge);
+    sum += product(to<acc_t>(p.edge), to<acc_t>(g.edge));
   }
   return warp_reduce(total(sum), plus_t());
 }

@@ -14,16 +14,13 @@
 //            for 16 bits, float sums per thread, c as a float, the fast exponential
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
-//
-// Parameters as in softmax/detail/backward_params.cuh and
-// softmax/detail/column_tile.cuh
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/backward_params.cuh"
 
 // Products of 16-bit numbers are exact in float, and only few are added before double.
 constexpr bool kCoarse =
     sizeof(y_t) == 2 && sizeof(dy_t) == 2 && sizeof(out_t) == 2 && sizeof(acc_t) == 4;
-using part_t = part<kCoarse>::type;
+using part_t = conditional<kCoarse, float, double>::type;
 
 using tile_t = place_t<layout_t, int>;
 
@@ -114,8 +111,8 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y, rows_t<dy_t>& h
   });
   double sum[kVector];
   sum_columns(shared, meetings, part, sum);
-  held_y.held.forget();
-  held_dy.held.forget();
+  held_y.held.launder();
+  held_dy.held.launder();
 
   // For 16-bit results, float has all the digits that c needs.
   acc_t c_high[kVector], c_low[kVector];
@@ -154,10 +151,11 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   meetings_t meetings(shared);
   announce_block<kCluster>();
   bool has_started = false;
-  const deal how = takes_vectors(y, layout, kY) && takes_vectors(dy, layout, kDy) &&
-                           takes_vectors(dx, layout, kOut)
-                       ? deal::kVectors
-                       : deal::kSingles;
+  const thread_map how = takes_vectors(y, layout, kY) &&
+                                 takes_vectors(dy, layout, kDy) &&
+                                 takes_vectors(dx, layout, kOut)
+                             ? thread_map::kVectors
+                             : thread_map::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);

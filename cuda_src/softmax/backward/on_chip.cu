@@ -10,29 +10,20 @@
 // Memory     y, dy and dx once; 16 bytes per access where rows are contiguous
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
-//
-// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_tile.cuh
 #include "softmax/detail/row_tile.cuh"
 #include "softmax/detail/backward.cuh"
 
-constexpr int kVector =
-    16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));
-using row_deal_t = deal_t<kVector>;
+using row_map_t = thread_map_t<kVector>;
 
 extern __shared__ __align__(128) uint4 parking[];
 
-#if CLUSTER > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
-    __launch_bounds__(kNumThreads, kMinBlocks)
-#else
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-#endif
-        softmax_vjp_tiled(const y_t* y, const dy_t* dy, out_t* dx,
-                          const __grid_constant__ layout_t layout) {
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_vjp_tiled(const y_t* y, const dy_t* dy, out_t* dx,
+                      const __grid_constant__ layout_t layout) {
   // Two sets that alternate: one is written while the other may still be read.
   __shared__ shared_parts_t<double> sums[2];
   combiner_t<double, 2> combine_sum(sums);
-  announce_block();
+  announce_block<kCluster>();
   bool has_started = false;
 
   held_t<y_t, kVector> held_y(parking);
@@ -42,31 +33,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(y, dy, dx, layout, at);
-    const row_deal_t deal(row.dx, row.length);
-    const auto y_at = [&](int i) {
-      return row.y + (kContiguous && kOneAxis ? i : row.near_offset(kY, i));
-    };
-    const auto dy_at = [&](int i) {
-      return row.dy + (kContiguous && kOneAxis ? i : row.near_offset(kDy, i));
-    };
-    held_y.load(deal, y_at, y_t());
-    held_dy.load(deal, dy_at, dy_t());
-    if (!has_started) await_blocks();
+    const row_map_t map(row.dx, row.length);
+    held_y.load(map, address_in(row, row.y, kY), y_t());
+    held_dy.load(map, address_in(row, row.dy, kDy), dy_t());
+    if (!has_started) await_blocks<kCluster>();
     has_started = true;
     if (PARKED > 0) wait_for_copies();
 
     sum_t sum;
-    each_pair(deal, held_y, held_dy,
+    each_pair(map, held_y, held_dy,
               [&](acc_t p, acc_t g) { sum += kLog ? double(g) : product(p, g); });
     const gradient_t gradient(combine_sum(sum.value, 0.0, plus_t()), layout);
 
-    held_y.forget();
-    held_dy.forget();
-    store_pair<out_t>(
-        deal, held_y, held_dy,
-        [&](int i) {
-          return row.dx + (kContiguous && kOneAxis ? i : row.near_offset(kOut, i));
-        },
-        gradient);
+    held_y.launder();
+    held_dy.launder();
+    store_pair<out_t>(map, held_y, held_dy, address_in(row, row.dx, kOut), gradient);
   }
 }

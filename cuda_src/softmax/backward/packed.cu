@@ -9,8 +9,6 @@
 // Memory     y, dy and dx once, in 16-byte vectors wherever the span starts
 // Numbers    as softmax_vjp_tiled
 // Limits     rows of at most kLanes * HELD elements, contiguous in y, dy and dx
-//
-// Parameters as in softmax/detail/backward.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/backward.cuh"
 
@@ -58,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const span_t<out_t> onto(dx + at * length, size, third);
     from_y.load();
     from_dy.load();
-    wait_for_span();
+    wait_for_copies();
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {

@@ -13,14 +13,8 @@
 // Numbers    as softmax_vjp
 // Limits     rows of at most (kLag + 1) * LANES vectors per block of the group; reduced
 //            axis contiguous in y, dy and dx; sm_80 or newer
-//
-// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_ring.cuh
 #include "softmax/detail/row_ring.cuh"
 #include "softmax/detail/backward.cuh"
-
-constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
-constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_vjp_stream_clear(const y_t* y, const dy_t* dy, out_t* dx,
@@ -116,10 +110,7 @@ struct stream_t {
   }
 
   __device__ __forceinline__ static double term(y_t p, dy_t g) {
-    if constexpr (kLog) return to<double>(g);
-    // The product of two 16-bit numbers is exact in float.
-    if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
-    return to<double>(p) * to<double>(g);
+    return kLog ? to<double>(g) : product(to<acc_t>(p), to<acc_t>(g));
   }
 
   __device__ __forceinline__ void sum_step() {

@@ -8,8 +8,6 @@
 // Memory     y and dy twice, the second time mostly from cache; dx once; any strides
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once
 // Limits     none
-//
-// Parameters as in softmax/detail/backward.cuh
 #include "softmax/detail/backward.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)

@@ -9,15 +9,10 @@
 //            per access, unaligned ends element by element
 // Numbers    as softmax_vjp
 // Limits     reduced axis contiguous in y, dy and dx
-//
-// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_splits.cuh
 #include "softmax/detail/row_splits.cuh"
 #include "softmax/detail/backward.cuh"
 
-constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
-constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
-constexpr int kTogether = 2;           // vectors of each input loaded together
+constexpr int kTogether = 2;  // vectors of each input loaded together
 
 // A part of a row of y, dy and dx.
 struct work_t {

@@ -15,9 +15,6 @@
 //            for 16-bit results plain differences, the fast exponential, float sums
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in x and out, and there is one reduced axis
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
-#include "ptx/max.cuh"
 #include "softmax/detail/params.cuh"
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/exp2_units.cuh"
@@ -25,27 +22,12 @@
 using part_t = few<acc_t, kCoarse>::type;
 using total_t = decltype(total(part_t()));
 
-template <typename A, typename B> constexpr bool kSame = false;
-template <typename A> constexpr bool kSame<A, A> = true;
-
 // Exponentials replace x where they fit; otherwise they are computed twice.
 constexpr bool kKeepsExp = kSame<x_t, acc_t> && !kLog;
 
-template <typename T>
-constexpr bool kIsFloat =
-    kSame<T, half_t> || kSame<T, bfloat16_t> || kSame<T, float> || kSame<T, double>;
-template <bool kFloat> struct absent {
-  template <typename T> static __device__ __forceinline__ T of() {
-    return to<T>(-infinity<acc_t>());
-  }
-};
-template <> struct absent<false> {
-  template <typename T> static __device__ __forceinline__ T of() { return T(0); }
-};
-
 // Missing floats are -inf, which adds nothing. Other types must track which slots are
 // valid.
-constexpr bool kTracksRows = kHasWhere || kScaled || !kIsFloat<x_t>;
+constexpr bool kTracksRows = kHasWhere || kScaled || !kHasInfinity<x_t>;
 
 // The exponent that a thread subtracts from the scores of one of its columns: a block's
 // sum of exponentials is l exp(shift). Doubles and 16 bits subtract the maximum; for
@@ -78,11 +60,7 @@ constexpr bool kSharesMax = kCluster > 1 && sizeof(acc_t) == sizeof(double);
 // The larger of two, or NaN: power_t must know of a NaN in advance.
 struct larger_seen_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-    if constexpr (kInPowers) return ptx::max_nan_f32(a, b);
-#else
-    if constexpr (kInPowers) return max_nan(a, b);
-#endif
+    if constexpr (kInPowers) return detail::largest_nan(a, b);
     return larger_t()(a, b);
   }
 };
@@ -108,15 +86,6 @@ __device__ __forceinline__ finish_t finish_column(double shift, double l,
 
 using tile_t = place_t<layout_t, int>;
 
-static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
-
-// Maxima of 16-bit numbers need no conversion.
-#if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = !kTracksRows && sizeof(x_t) == 2 && kVector % 2 == 0;
-#else
-constexpr bool kPacksMax = false;
-#endif
-
 struct held_t {
   rows_t<x_t> value;
   unsigned long long selected;  // one bit per slot
@@ -125,25 +94,10 @@ struct held_t {
 
   __device__ __forceinline__ void load(const x_t* x, const bool* where,
                                        const tile_t& tile) {
-    tile.load(value, x, kX, absent<kIsFloat<x_t>>::template of<x_t>());
-    load_mask(where, tile);
-  }
-  __device__ __forceinline__ void load_mask(const bool* where, const tile_t& tile) {
-    selected = 0;
-    if (kHasWhere) {
-      const long long step = tile.step(kWhere);
-      const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
-      where += tile.start(kWhere);
-#pragma unroll
-      for (int k = 0; k < kSlots; ++k) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const int i = tile.offset(j);
-          if (k < tile.rows && i < tile.columns && where[k * step + i * side_step]) {
-            selected |= 1ull << (k * kVector + j);
-          }
-        }
-      }
+    tile.load(value, x, kX, padding<x_t>());
+    if constexpr (kHasWhere) {
+      selected = tile.template selected<true, kSlots>(where + tile.start(kWhere),
+                                                      kWhere, 0, tile.rows);
     }
   }
 
@@ -162,10 +116,10 @@ struct held_t {
 
   // The largest score of each of this thread's columns.
   __device__ __forceinline__ void largest(const tile_t& tile, acc_t (&m)[kVector]) {
-    if constexpr (kPacksMax) {
+    if constexpr (!kTracksRows && kMaxInPairs<x_t, kVector>) {
       vector_t<x_t, kVector> of_pairs;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) of_pairs.element[j] = absent<true>::of<x_t>();
+      for (int j = 0; j < kVector; ++j) of_pairs.element[j] = padding<x_t>();
       value.each<false>([&](const auto& slots, int k, int) {
         of_pairs = larger_of(of_pairs, slots.get(k));
       });
@@ -400,7 +354,7 @@ __device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& 
   acc_t m[kVector];
   held.largest(tile, m);
   join_max(shared, meetings, m);
-  held.value.held.forget();
+  held.value.held.launder();
 
   total_t sum[kVector];
   if constexpr (kInPowers) {
@@ -425,7 +379,7 @@ __device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& 
 
   finish_t finish[kVector];
   finish_columns(shared, meetings, m, sum, finish, keys_t(tile.layout));
-  held.value.held.forget();
+  held.value.held.launder();
 
   const auto result = [&](const auto& slots, int k, int row, int j) {
     acc_t value;
@@ -455,9 +409,10 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   meetings_t meetings(shared);
   announce_block<kCluster>();
   bool has_started = false;
-  const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
-                       ? deal::kVectors
-                       : deal::kSingles;
+  const thread_map how =
+      takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
+          ? thread_map::kVectors
+          : thread_map::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);

@@ -15,15 +15,12 @@
 //            the launches, two doubles per column and piece
 // Numbers    as softmax_online
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
 #include "softmax/detail/params.cuh"
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/partial_sum.cuh"
 
 using tile_t = place_t<layout_t, long long>;
 static_assert(kSplits && !kInWarp && kCluster == 1, "a block a piece");
-static_assert(kHeld * kVector <= 64, "a bit an element");
 
 // The elements that a thread has at a time.
 struct batch_t {
@@ -37,17 +34,7 @@ struct batch_t {
     value.fill(x_t());
     tile.load_rows(value, x, kX, first, rows);
     if constexpr (kHasWhere) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const int i = tile.offset(j);
-          if (k >= rows || i >= tile.columns) continue;
-          const long long at = (first + k) * tile.step(kWhere) +
-                               i * tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
-          if (where[at]) selected |= 1ull << (k * kVector + j);
-        }
-      }
+      selected = tile.template selected<true>(where, kWhere, first, rows);
     }
   }
   __device__ __forceinline__ bool is_selected(int k, int j) const {
@@ -119,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                               const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kDeep][kColumns];
   const keys_t keys(layout);
-  const deal how = takes_vectors(x, layout, kX) ? deal::kVectors : deal::kSingles;
+  const thread_map how =
+      takes_vectors(x, layout, kX) ? thread_map::kVectors : thread_map::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
@@ -183,9 +171,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                 const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kNumThreads];
   const keys_t keys(layout);
-  const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
-                       ? deal::kVectors
-                       : deal::kSingles;
+  const thread_map how =
+      takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
+          ? thread_map::kVectors
+          : thread_map::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);

@@ -12,8 +12,6 @@
 // Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
 //            for 16-bit results plain differences and the fast exponential
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
 #include "softmax/detail/params.cuh"
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/online_sum.cuh"
@@ -79,7 +77,7 @@ static_assert(!kInWarp, "a long column has its own block");
 // m and l of each of this thread's columns over the tile, in every thread.
 __device__ __forceinline__ void join_columns(shared_t& shared, total_t (&sum)[kVector],
                                              keys_t keys) {
-  combine_in_warp(sum, merge_t(keys));
+  combine_in_warp(sum, combine_t(keys));
   const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
   if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
 #pragma unroll
@@ -113,9 +111,10 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                          const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const keys_t keys(layout);
-  const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
-                       ? deal::kVectors
-                       : deal::kSingles;
+  const thread_map how =
+      takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
+          ? thread_map::kVectors
+          : thread_map::kSingles;
   if (kCluster > 1) cluster_sync();  // no block may be written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {

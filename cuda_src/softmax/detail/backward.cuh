@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Shared by the gradients: a row of the problem, and the last step.
-//
-// Parameters as in softmax/detail/backward_params.cuh
-//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/math.cuh"
@@ -10,17 +7,15 @@
 #include "softmax/detail/backward_params.cuh"
 #include "softmax/detail/scaled_sum.cuh"
 
-// One row of y, dy and dx, like row_t of softmax/detail/row.cuh.
-struct row_t {
+// One row of y, dy and dx.
+struct row_t : row_of_group_t<layout_t> {
   const y_t* y;
   const dy_t* dy;
   out_t* dx;
-  const layout_t& layout;
-  long long length;
 
   __device__ __forceinline__ row_t(const y_t* y, const dy_t* dy, out_t* dx,
                                    const layout_t& layout, long long block_row)
-      : layout(layout) {
+      : row_of_group_t{layout} {
     const long long row = row_of_lane(block_row);
     const auto at = locate(layout.outer, row);
     this->y = y + at.of[kY];
@@ -28,17 +23,12 @@ struct row_t {
     this->dx = dx + at.of[kOut];
     length = row < layout.num_rows ? layout.row_length : 0;
   }
-
-  __device__ __forceinline__ long long offset(int array, long long i) const {
-    return locate(layout.reduced, i).of[array];
-  }
-  // The same, for a row that is held on chip.
-  __device__ __forceinline__ long long near_offset(int array, int i) const {
-    return locate_in_row(layout.reduced, array, i);
-  }
 };
 
 constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+// Elements per vector access.
+constexpr int kVector =
+    16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));
 
 // The product of two 16-bit numbers is exact in float.
 __device__ __forceinline__ double product(acc_t p, acc_t g) {

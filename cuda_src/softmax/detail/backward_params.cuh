@@ -9,9 +9,6 @@
 #include "common/strides.cuh"
 #include "common/types.cuh"
 
-#ifndef Y_T
-#error "the parameters above come from the host"
-#endif
 using y_t = Y_T;
 using dy_t = DY_T;
 using out_t = OUT_T;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Exchange of numbers between the blocks of a cluster (sm_90 or newer).
+// Exchange of numbers between the CLUSTER blocks of a cluster (sm_90 or newer).
 //
 // A thread stores a number to the shared memory of another block, where an mbarrier
 // counts the bytes. The barrier of the cluster itself would wait for all loads and
@@ -8,6 +8,12 @@
 
 #include "ptx/cluster.cuh"
 #include "ptx/st_async.cuh"
+
+#if CLUSTER > 1
+#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_SHAPE
+#endif
 
 // The blocks of a cluster may start at different times; none may write to the memory of
 // one that has not started. All threads call both functions, in this order.

@@ -2,7 +2,6 @@
 // Shared by logsumexp of columns: an accurate log, and the results.
 //
 // Parameters HAS_WHERE   1 if there is a mask
-//            and those of softmax/detail/column_tile.cuh and log_params.cuh
 #pragma once
 
 #include "softmax/detail/column_tile.cuh"
@@ -65,6 +64,34 @@ __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
   for (int j = 0; j < kVector; ++j) {
     rest[j] += top[j].high - 1;
     log[j] = log_beside(m[j].high, rest[j]);
+  }
+}
+
+// Reduces a number of each of this thread's columns over the tile, for every thread.
+template <typename Combine>
+__device__ __forceinline__ void combine_columns(
+    partials_t<wide_sum_t>& numbers, wide_sum_t (&careful)[kCluster][kColumns],
+    wide_sum_t (&value)[kVector], Combine combine) {
+  if constexpr (kInWarp) {
+    combine_in_warp(value, combine);
+  } else {
+    write_partials(numbers, value, combine);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      share(&careful[cluster_rank()][c], combine_partials(numbers, c, combine));
+    }
+    cluster_sync();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int c = tile_t::side() * kVector + j;
+      value[j] = careful[0][c];
+#pragma unroll
+      for (int rank = 1; rank < kCluster; ++rank) {
+        value[j] = combine(value[j], careful[rank][c]);
+      }
+    }
+    cluster_sync();  // all have read before the next number is written
   }
 }
 

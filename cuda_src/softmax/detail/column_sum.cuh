@@ -4,19 +4,9 @@
 // l 2^unit as in power_sum_t, with less work for the few scores that a thread has per
 // column at a time: their maximum is merged once, and the unit is a number of type T,
 // from which limits follow in one instruction.
-//
-// Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
 
 #include "softmax/detail/scaled_sum.cuh"
-
-// Type of the thread's sum: float is enough for 16-bit results.
-template <bool kIsCoarse> struct column_total {
-  using type = sum_t;
-};
-template <> struct column_total<true> {
-  using type = float;
-};
 
 template <typename T, bool kIsCoarse> struct column_sum_t {
   using joined_t = power_sum_t<T, kIsCoarse>;
@@ -24,7 +14,7 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
 
   T top = -infinity<T>();          // the largest score; NaN if there was one
   T unit = T(joined_t::kNothing);  // an integer
-  typename column_total<kIsCoarse>::type l = {};
+  typename conditional<kIsCoarse, float, sum_t>::type l = {};  // float for 16 bits
 
   __device__ __forceinline__ stored_sum_t<T> stored() const {
     return {total(l), top, int(unit)};

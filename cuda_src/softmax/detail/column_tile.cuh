@@ -16,7 +16,6 @@
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks per multiprocessor that registers must suffice for
 //            SPLITS    1 if the grid has a second axis of blocks along a column
-//            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is contiguous
 #pragma once
 
 #include "common/reduce.cuh"
@@ -29,9 +28,6 @@
 #include "softmax/detail/parking.cuh"
 #include "softmax/detail/sum.cuh"
 
-#ifndef SIDE
-#error "the parameters above come from the host"
-#endif
 constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kHeld = HELD;
 constexpr int kParked = PARKED, kSlots = kHeld + kParked;
 constexpr int kCluster = CLUSTER;
@@ -61,7 +57,6 @@ constexpr int kPartials = kShuffles ? kNumThreads / kWarpSize : kDeep;
 static_assert(!kShuffles || kGroup % kWarpSize == 0 || kInWarp, "whole warps");
 
 #if CLUSTER > 1
-#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
 __device__ __forceinline__ int cluster_rank() { return ptx::cluster_rank(); }
 __device__ __forceinline__ void cluster_sync() {
   ptx::cluster_arrive();
@@ -73,7 +68,6 @@ template <typename T> __device__ __forceinline__ void share(T* shared, T value) 
   for (int rank = 0; rank < kCluster; ++rank) *ptx::in_block(shared, rank) = value;
 }
 #else
-#define CLUSTER_SHAPE
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_sync() { __syncthreads(); }
 template <typename T> __device__ __forceinline__ void share(T* shared, T value) {
@@ -83,7 +77,7 @@ template <typename T> __device__ __forceinline__ void share(T* shared, T value) 
 
 // How the columns of a tile are distributed over the threads side by side: kVector
 // adjacent ones each, or interleaved, which needs no alignment.
-enum class deal { kVectors, kSingles };
+enum class thread_map { kVectors, kSingles };
 
 // A thread's elements of one array. Pairs of 16-bit numbers stay in the registers into
 // which they were loaded: twice as many fit, and they are unpacked when used.
@@ -103,7 +97,7 @@ struct slots_t {
       for (int j = 0; j < kVector; ++j) set(k, j, x);
     }
   }
-  __device__ __forceinline__ void forget() {}
+  __device__ __forceinline__ void launder() {}
 };
 
 template <typename T, int kRows> struct slots_t<T, kRows, true> {
@@ -143,7 +137,7 @@ template <typename T, int kRows> struct slots_t<T, kRows, true> {
   }
   // Values computed from the elements occupy more registers than these: makes the
   // compiler recompute them.
-  __device__ __forceinline__ void forget() {
+  __device__ __forceinline__ void launder() {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
 #pragma unroll
@@ -200,13 +194,7 @@ __device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
 }
 
 // Tiles of a block are counted in an int; the host ensures that this suffices.
-template <bool kIsShort> struct tile_index {
-  using type = int;
-};
-template <> struct tile_index<true> {
-  using type = long long;
-};
-using tile_index_t = tile_index<kInWarp>::type;
+using tile_index_t = conditional<kInWarp, long long, int>::type;
 
 __device__ __forceinline__ int divide_tiles(int a, int b) {
   return unsigned(a) / unsigned(b);
@@ -247,14 +235,15 @@ __device__ __forceinline__ tile_index_t tile_step() {
 // chip, else long long.
 template <typename Layout, typename Row> struct place_t {
   const Layout& layout;
-  deal how;
+  thread_map how;
   tile_index_t slab;
   long long column;  // the first column of the tile
   int columns;       // number of columns
   Row row;           // the first row of this thread
   int rows;          // number of rows
 
-  __device__ __forceinline__ place_t(const Layout& layout, deal how, tile_index_t first)
+  __device__ __forceinline__ place_t(const Layout& layout, thread_map how,
+                                     tile_index_t first)
       : layout(layout), how(how) {
     const int in_group = kInWarp ? threadIdx.x % kGroup : threadIdx.x;
     const tile_index_t tile = first + (kInWarp ? threadIdx.x / kGroup : 0);
@@ -278,7 +267,7 @@ template <typename Layout, typename Row> struct place_t {
 
   // Offset of slot j of this thread from the first column of the tile.
   __device__ __forceinline__ int offset(int j) const {
-    return how == deal::kVectors ? side() * kVector + j : side() + j * kSide;
+    return how == thread_map::kVectors ? side() * kVector + j : side() + j * kSide;
   }
 
   // Offset of this thread's first row, in the tile's first column, from the array's
@@ -301,6 +290,29 @@ template <typename Layout, typename Row> struct place_t {
     return kDeep * layout.reduced.stride[array][0];
   }
 
+  // Which elements of kRows of this thread's rows, from number `first` on, exist and
+  // are selected by the mask, if there is one: bit k * kVector + j. `rows` rows are
+  // left; `where` is at the first row of the thread.
+  template <bool kMasked, int kRows = kHeld>
+  __device__ __forceinline__ unsigned long long selected(const bool* where, int array,
+                                                         int first, int rows) const {
+    static_assert(kRows * kVector <= 64, "a bit an element");
+    const long long side_step = layout.outer.stride[array][OUTER_AXES - 1];
+    unsigned long long bits = 0;
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int i = offset(j);
+        if (k >= rows || i >= columns) continue;
+        if (!kMasked || where[(first + k) * step(array) + i * side_step]) {
+          bits |= 1ull << (k * kVector + j);
+        }
+      }
+    }
+    return bits;
+  }
+
   // Whether this thread is the first of those with the same columns.
   __device__ __forceinline__ bool is_first() const {
     return (kInWarp ? threadIdx.x % kGroup : threadIdx.x) < kSide;
@@ -311,7 +323,7 @@ template <typename Layout, typename Row> struct place_t {
   __device__ __forceinline__ void load(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
     p += start(array);
-    if (how == deal::kVectors && rows >= kSlots && offset(0) < columns) {
+    if (how == thread_map::kVectors && rows >= kSlots && offset(0) < columns) {
       // All rows exist: only address arithmetic between the loads.
       const long long step = this->step(array);
       p += offset(0);
@@ -336,7 +348,7 @@ template <typename Layout, typename Row> struct place_t {
                                             int first, int rows) const {
     const long long step = this->step(array);
     p += first * step;
-    if (how == deal::kVectors) {
+    if (how == thread_map::kVectors) {
       if (offset(0) >= columns) return;
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
@@ -383,11 +395,11 @@ template <typename Layout, typename Row> struct place_t {
   __device__ __forceinline__ void store_from(T* p, int array, int rows,
                                              Visit visit) const {
     const long long step = this->step(array);
-    const int before = how == deal::kVectors ? side() * kVector : side();
+    const int before = how == thread_map::kVectors ? side() * kVector : side();
     const int left = columns - before;
     p += before;
     if (left <= 0) return;
-    if (how == deal::kVectors) {
+    if (how == thread_map::kVectors) {
       visit([&](int row, auto value) {
         vector_t<T, kVector> y;
 #pragma unroll
@@ -413,7 +425,7 @@ template <typename Layout, typename Row> struct place_t {
     for (int k = 0; k < kParked; ++k) {
       const int row = kHeld + k;
       vector_t<T, kVector>& home = to.parked[k * kNumThreads];
-      if (how == deal::kVectors && row < rows && offset(0) < columns) {
+      if (how == thread_map::kVectors && row < rows && offset(0) < columns) {
         copy_vector(&home, p + offset(0) + row * step);
       } else {
 #pragma unroll
@@ -522,11 +534,3 @@ __device__ __forceinline__ T combine_partials(const partials_t<T>& partials, int
                                               plus_t) {
   return sum_of_partials(partials, column);
 }
-
-// A thread sums few terms here: double suffices for double, and float for 16 bits.
-template <bool kIsCoarse> struct part {
-  using type = double;
-};
-template <> struct part<true> {
-  using type = float;
-};

@@ -1,15 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Shared by kernels that hold their part of a row in registers.
-//
-// Parameters as in softmax/detail/params.cuh
-//            PARKED   as in softmax/detail/row_tile.cuh, if a row may be parked
 #pragma once
 
-#include "ptx/max.cuh"
 #include "softmax/detail/params.cuh"
-
-template <typename A, typename B> constexpr bool kSame = false;
-template <typename A> constexpr bool kSame<A, A> = true;
 
 #ifdef PARKED
 constexpr bool kParks = PARKED > 0;
@@ -29,20 +22,6 @@ constexpr exps kExps = kSame<acc_t, float>
 // Whether a sum may miss a NaN or infinity that the maximum sees.
 constexpr bool kSumIsBlind = kSame<acc_t, float>;
 
-template <typename T>
-constexpr bool kHasInfinity =
-    kSame<T, float> || kSame<T, double> || kSame<T, half_t> || kSame<T, bfloat16_t>;
-
-// Value of slots beyond the row: -inf adds nothing. Types without infinities use 0, and
-// must track which slots are valid.
-template <typename T> __device__ __forceinline__ T padding() {
-  if constexpr (kHasInfinity<T>) {
-    return to<T>(-infinity<float>());
-  } else {
-    return T(0);
-  }
-}
-
 // The sum of one thread's elements, and of all threads of a row: accurate enough that
 // the order, which depends on strides and alignment, does not show in the result.
 using part_t = few<acc_t>::type;
@@ -55,13 +34,7 @@ __device__ __forceinline__ double as_term(acc_t e) {
 // The largest score, or NaN where the sum may miss it.
 struct largest_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
-    if constexpr (kSumIsBlind) {
-#if __CUDA_ARCH__ >= 800
-      return ptx::max_nan_f32(a, b);
-#else
-      return max_nan(a, b);
-#endif
-    }
+    if constexpr (kSumIsBlind) return detail::largest_nan(a, b);
     return larger_t()(a, b);
   }
 };

@@ -9,9 +9,6 @@
 #include "common/types.cuh"
 #include "softmax/detail/scaled_sum.cuh"
 
-#ifndef A_T
-#error "the parameters above come from the host"
-#endif
 using a_t = A_T;
 using out_t = OUT_T;
 

@@ -43,7 +43,7 @@ template <typename T> struct running_t {
     m = larger;
   }
 
-  // Adds another sum. For many sums in sequence, this loses less than merge_t.
+  // Adds another sum. For many sums in sequence, this loses less than combine_t.
   template <typename Keys = plain_t>
   __device__ __forceinline__ void take(running_t other, Keys keys = Keys()) {
     if (m < other.m) rescale(other.m, keys);
@@ -60,10 +60,10 @@ template <typename T> struct running_t {
 
 // The sum of both. The one with the larger m is not scaled, so that the result has the
 // same bits in either order.
-template <typename Keys = plain_t> struct merge_t {
+template <typename Keys = plain_t> struct combine_t {
   Keys keys;
 
-  __device__ __forceinline__ explicit merge_t(Keys keys = Keys()) : keys(keys) {}
+  __device__ __forceinline__ explicit combine_t(Keys keys = Keys()) : keys(keys) {}
   template <typename T>
   __device__ __forceinline__ running_t<T> operator()(running_t<T> a,
                                                      running_t<T> b) const {

@@ -1,21 +1,17 @@
 // SPDX-License-Identifier: MIT
 // Spans of memory that hold many short contiguous rows.
 //
-// Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-//            SPAN_ROWS   rows per block at a time
+// Parameters SPAN_ROWS   rows per block at a time
 //            HELD        elements of a row per thread
 //            APART       distance between the rows of a warp
 #pragma once
 
 #include "common/vector.cuh"
-#include "ptx/copy.cuh"
+#include "softmax/detail/parking.cuh"
 #include "softmax/detail/thread_group.cuh"
 
-#ifndef HELD
-#error "the parameters above come from the host"
-#endif
-constexpr int kSpanRows = SPAN_ROWS, kApart = APART;
-static_assert(kNumThreads / kWarpSize % kApart == 0);
+constexpr int kSpanRows = SPAN_ROWS, kRowStride = APART;
+static_assert(kNumThreads / kWarpSize % kRowStride == 0);
 static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
 static_assert(kLanes <= kWarpSize);
 
@@ -50,40 +46,26 @@ template <typename T> struct span_t {
     if (threadIdx.x < length - tail) g(tail + threadIdx.x);
   }
 
-  // Starts to load; all threads that did must call wait_for_span().
+  // Starts to load; all threads that did must call wait_for_copies().
   __device__ __forceinline__ void load() const {
-    each([&](int i) { copy(shared + i, global + i); },
+    using vector = vector_t<T, kVector>;
+    each([&](int i) { copy_vector(reinterpret_cast<vector*>(shared + i), global + i); },
          [&](int i) { shared[i] = global[i]; });
   }
   __device__ __forceinline__ void store() const {
     each([&](int i) { store_vector(global + i, load_vector<kVector>(shared + i)); },
          [&](int i) { global[i] = shared[i]; });
   }
-
- private:
-  static __device__ __forceinline__ void copy(T* to, const T* from) {
-#if __CUDA_ARCH__ >= 800
-    ptx::copy_async<16>(to, from);
-#else
-    *reinterpret_cast<uint4*>(to) = load_vector<kVector>(from).word;
-#endif
-  }
 };
 
-// The row of this thread's lanes among those of the block. Rows of a warp are kApart
-// rows apart, so that their elements lie in different banks.
+// The row of this thread's lanes among those of the block. Rows of a warp are
+// kRowStride rows apart, so that their elements lie in different banks.
 __device__ __forceinline__ int row_of_group() {
   constexpr int kOfWarp = kWarpSize / kLanes;
   const int warp = threadIdx.x / kWarpSize;
   const int in_warp = threadIdx.x % kWarpSize / kLanes;
-  return warp / kApart * (kApart * kOfWarp) + in_warp * kApart + warp % kApart;
-}
-
-// Waits for the spans that this thread loads.
-__device__ __forceinline__ void wait_for_span() {
-#if __CUDA_ARCH__ >= 800
-  ptx::wait_copies();
-#endif
+  return warp / kRowStride * (kRowStride * kOfWarp) + in_warp * kRowStride +
+         warp % kRowStride;
 }
 
 // Whether a lane has an element j, with `left` elements of the row from its first on:

@@ -6,7 +6,6 @@
 //            HAS_WHERE      1 if a mask selects elements
 //            SCALED         1 if x is multiplied by a scale first
 //            OUTER_AXES, REDUCED_AXES   number of axes of each kind
-//            ACC_T          as in softmax/detail/sum.cuh
 #pragma once
 
 #include "common/math.cuh"
@@ -15,15 +14,16 @@
 #include "softmax/detail/log.cuh"
 #include "softmax/detail/sum.cuh"
 
-#ifndef X_T
-#error "the parameters above come from the host"
-#endif
 using x_t = X_T;
 using out_t = OUT_T;
 constexpr bool kLog = LOG, kHasWhere = HAS_WHERE, kScaled = SCALED;
 
 // With 16-bit results, rounding hides the errors of cheaper exponentials.
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
+
+// Elements per 16-byte access to rows.
+constexpr int kRowVector =
+    16 / (sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t));
 
 enum { kX, kWhere, kOut, kNumArrays };
 

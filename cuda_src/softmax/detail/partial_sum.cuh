@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Sums of a row or column that several blocks share: partial sums and the last step.
-//
-// Parameters as in softmax/detail/params.cuh
 #pragma once
 
 #include "softmax/detail/exp2_units.cuh"

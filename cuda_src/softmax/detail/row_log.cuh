@@ -3,8 +3,6 @@
 //
 // Parameters KEEPS               1 if L2 should keep the results rather than the input:
 //                                writes between reads cost several times their bytes
-//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-//            and those of softmax/detail/log_params.cuh
 #pragma once
 
 #include "common/vector.cuh"

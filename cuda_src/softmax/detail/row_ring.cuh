@@ -14,8 +14,6 @@
 //
 // Parameters RING     steps that the ring holds
 //            AHEAD    steps that may be loading while another is summed
-//            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
-//            LANES threads
 // Grid       (blocks of a group, groups)
 #pragma once
 
@@ -24,9 +22,6 @@
 #include "softmax/detail/aligned_span.cuh"
 #include "softmax/detail/published.cuh"
 
-#ifndef RING
-#error "RING and AHEAD come from the host"
-#endif
 constexpr int kRing = RING, kAhead = AHEAD;
 constexpr int kLag = kRing - 1 - kAhead;
 static_assert(kAhead >= 1 && kLag >= 1, "a step is loaded before it is summed");
@@ -81,12 +76,9 @@ struct board_t {
     published_t::publish(of(row, blockIdx.x), a);
     published_t::publish(of(row, blockIdx.x) + 1, b);
   }
-  // Waits until a block has published them.
+  // Waits until a block has published the first of them.
   __device__ __forceinline__ double first_of(long long row, int block) const {
     return published_t::read(of(row, block));
-  }
-  __device__ __forceinline__ double second_of(long long row, int block) const {
-    return published_t::read(of(row, block) + 1);
   }
 };
 

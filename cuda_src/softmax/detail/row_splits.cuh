@@ -2,17 +2,12 @@
 // Few long rows: each is split into kParts parts, one per block.
 //
 // Parameters PARTS   parts per row
-//            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
-//            LANES threads
 #pragma once
 
 #include "common/vector.cuh"
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/aligned_span.cuh"
 
-#ifndef PARTS
-#error "PARTS comes from the host"
-#endif
 constexpr int kParts = PARTS;
 
 // Elements [begin, end) of the row. Parts are whole vectors of up to 16 elements, so

@@ -8,8 +8,7 @@
 // the row; the first threads hold one each. If neighbours in the row are not contiguous
 // in memory, the elements are distributed one by one and there are no edges.
 //
-// Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-//            CLUSTER     blocks that share a row; more than 1 needs sm_90
+// Parameters CLUSTER     blocks that share a row; more than 1 needs sm_90
 //            HELD        elements per thread in registers
 //            PARKED      further elements per thread in shared memory
 //            CONTIGUOUS  1 if rows are contiguous in every array; rows over several
@@ -20,15 +19,10 @@
 #pragma once
 
 #include "common/vector.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/opaque.cuh"
-#include "ptx/st_async.cuh"
+#include "softmax/detail/cluster_exchange.cuh"
 #include "softmax/detail/parking.cuh"
 #include "softmax/detail/thread_group.cuh"
 
-#ifndef HELD
-#error "the parameters above come from the host"
-#endif
 constexpr int kCluster = CLUSTER;
 constexpr int kThreadsOfRow = kCluster * kLanes;
 constexpr bool kContiguous = CONTIGUOUS, kOneAxis = REDUCED_AXES == 1;
@@ -49,7 +43,7 @@ __device__ __forceinline__ int lane_of_row() {
 }
 
 // Which elements of its row a thread has, in vectors of kVector.
-template <int kVector> struct deal_t {
+template <int kVector> struct thread_map_t {
   static constexpr int kHeld = HELD / kVector, kParked = PARKED / kVector;
   static constexpr int kSlots = kHeld + kParked;
   static_assert(HELD % kVector == 0 && PARKED % kVector == 0, "whole vectors");
@@ -64,7 +58,7 @@ template <int kVector> struct deal_t {
   int left;         // of these, or of single elements, from this thread's first on
 
   template <typename T>
-  __device__ __forceinline__ deal_t(const T* out, long long length)
+  __device__ __forceinline__ thread_map_t(const T* out, long long length)
       : length(int(length)) {
     if constexpr (kContiguous) {
       const int phase =
@@ -105,8 +99,8 @@ template <int kVector> struct deal_t {
 };
 
 template <int kVector, typename Out, typename Address>
-__device__ __forceinline__ void store_slot(const deal_t<kVector>& d, Address address,
-                                           int v,
+__device__ __forceinline__ void store_slot(const thread_map_t<kVector>& d,
+                                           Address address, int v,
                                            const vector_t<Out, kVector>& written) {
   if (kContiguous) {
     if (d.has(v, 0)) store_vector(d.slot(address, v), written);
@@ -116,6 +110,14 @@ __device__ __forceinline__ void store_slot(const deal_t<kVector>& d, Address add
       if (d.has(v, k)) *address(d.position(v, k)) = written.element[k];
     }
   }
+}
+
+// The address of element i of a row that starts at p.
+template <typename Row, typename T>
+__device__ __forceinline__ auto address_in(const Row& row, T* p, int array) {
+  return [=, &row](int i) {
+    return p + (kContiguous && kOneAxis ? i : row.near_offset(array, i));
+  };
 }
 
 // A barrier for all threads of the block that share a row.
@@ -140,11 +142,10 @@ constexpr int kSharedBytes =
 
 // The part of a row that one thread holds.
 template <typename T, int kVector> struct held_t {
-  using deal = deal_t<kVector>;
+  using map_t = thread_map_t<kVector>;
   using vector = vector_t<T, kVector>;
-  static constexpr int kBytes = sizeof(T) * kVector;
-  static constexpr int kHeldSlots = deal::kHeld > 0 ? deal::kHeld : 1;
-  static constexpr int kEdgeSlots = deal::kEdges > 0 ? deal::kEdges : 1;
+  static constexpr int kHeldSlots = map_t::kHeld > 0 ? map_t::kHeld : 1;
+  static constexpr int kEdgeSlots = map_t::kEdges > 0 ? map_t::kEdges : 1;
 
   vector slot[kHeldSlots];
   T edge[kEdgeSlots];
@@ -157,7 +158,7 @@ template <typename T, int kVector> struct held_t {
 
   // Starts to load; slots beyond the row become `pad`. address(i) is that of element i.
   template <typename Address>
-  __device__ __forceinline__ void load(const deal& d, Address address, T pad) {
+  __device__ __forceinline__ void load(const map_t& d, Address address, T pad) {
     bool in_vectors = kContiguous && is_aligned<T, kVector>(address(d.head));
     if constexpr (kShifts<T, kVector> && kLanes <= kWarpSize) {
       in_vectors = __all_sync(kFullMask, in_vectors);
@@ -165,9 +166,10 @@ template <typename T, int kVector> struct held_t {
     // All loads are issued before the first is waited for.
     if (in_vectors) {
 #pragma unroll
-      for (int v = deal::kHeld; v < deal::kSlots; ++v) park_vector(d, address, pad, v);
+      for (int v = map_t::kHeld; v < map_t::kSlots; ++v)
+        park_vector(d, address, pad, v);
 #pragma unroll
-      for (int v = 0; v < deal::kHeld; ++v) {
+      for (int v = 0; v < map_t::kHeld; ++v) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) slot[v].element[k] = pad;
         if (d.has(v, 0)) slot[v] = load_vector<kVector>(d.slot(address, v));
@@ -176,16 +178,16 @@ template <typename T, int kVector> struct held_t {
       load_shifted(d, address, pad);
     } else {
 #pragma unroll
-      for (int v = 0; v < deal::kHeld; ++v) slot[v] = gather(d, address, pad, v);
+      for (int v = 0; v < map_t::kHeld; ++v) slot[v] = gather(d, address, pad, v);
 #pragma unroll 1
-      for (int v = deal::kHeld; v < deal::kSlots; ++v) {
-        parked[(v - deal::kHeld) * kNumThreads] = gather(d, address, pad, v);
+      for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
+        parked[(v - map_t::kHeld) * kNumThreads] = gather(d, address, pad, v);
       }
     }
     // Some rows of a warp may have edges.
     if (kLanes < kWarpSize || d.has_edges()) {
 #pragma unroll
-      for (int e = 0; e < deal::kEdges; ++e) {
+      for (int e = 0; e < map_t::kEdges; ++e) {
         edge[e] = d.has_edge(e) ? *address(d.edge_position(e)) : pad;
       }
     }
@@ -195,7 +197,7 @@ template <typename T, int kVector> struct held_t {
   // kWrites the result of f replaces the element; with kTogether all lanes of a warp
   // call f together.
   template <bool kWrites, int kUnroll = 2, bool kTogether = false, typename F>
-  __device__ __forceinline__ void each(const deal& d, F f) {
+  __device__ __forceinline__ void each(const map_t& d, F f) {
     const auto visit = [&](vector& of, int v) {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) {
@@ -204,19 +206,19 @@ template <typename T, int kVector> struct held_t {
       }
     };
 #pragma unroll
-    for (int v = 0; v < deal::kHeld; ++v) visit(slot[v], v);
+    for (int v = 0; v < map_t::kHeld; ++v) visit(slot[v], v);
 #pragma unroll kUnroll
-    for (int v = deal::kHeld; v < deal::kSlots; ++v) {
-      vector& home = parked[(v - deal::kHeld) * kNumThreads];
+    for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
+      vector& home = parked[(v - map_t::kHeld) * kNumThreads];
       vector copy = home;
       visit(copy, v);
       if (kWrites) home = copy;
     }
     if (kTogether ? __any_sync(kFullMask, d.has_edge(0)) : d.has_edges()) {
 #pragma unroll
-      for (int e = 0; e < deal::kEdges; ++e) {
+      for (int e = 0; e < map_t::kEdges; ++e) {
         const acc_t y =
-            f(to<acc_t>(edge[e]), d.has_edge(e), deal::kSlots * kVector + e);
+            f(to<acc_t>(edge[e]), d.has_edge(e), map_t::kSlots * kVector + e);
         if constexpr (kWrites) edge[e] = y;
       }
     }
@@ -225,21 +227,21 @@ template <typename T, int kVector> struct held_t {
   // The largest element by `larger`, for 16 bits, two at a time (sm_80 or newer); slots
   // beyond the row hold -inf.
   template <typename Larger>
-  __device__ __forceinline__ acc_t largest(const deal& d, Larger larger) const {
+  __device__ __forceinline__ acc_t largest(const map_t& d, Larger larger) const {
     acc_t largest = -infinity<acc_t>();
 #if __CUDA_ARCH__ >= 800
-    vector m = deal::kHeld > 0 ? slot[0] : parked[0];
+    vector m = map_t::kHeld > 0 ? slot[0] : parked[0];
 #pragma unroll
-    for (int v = 1; v < deal::kHeld; ++v) m = larger_of(m, slot[v]);
+    for (int v = 1; v < map_t::kHeld; ++v) m = larger_of(m, slot[v]);
 #pragma unroll 2
-    for (int v = 0; v < deal::kParked; ++v) m = larger_of(m, parked[v * kNumThreads]);
+    for (int v = 0; v < map_t::kParked; ++v) m = larger_of(m, parked[v * kNumThreads]);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       largest = larger(largest, to<acc_t>(m.element[k]));
     }
     if (d.has_edges()) {
 #pragma unroll
-      for (int e = 0; e < deal::kEdges; ++e) {
+      for (int e = 0; e < map_t::kEdges; ++e) {
         largest = larger(largest, to<acc_t>(edge[e]));
       }
     }
@@ -247,37 +249,28 @@ template <typename T, int kVector> struct held_t {
     return largest;
   }
 
-  // Keeps only narrow elements in registers, and not also what was computed from them,
-  // which would take too many.
-  __device__ __forceinline__ void forget() {
-    if constexpr (sizeof(T) < sizeof(acc_t) && kBytes >= 4) {
-#pragma unroll
-      for (int v = 0; v < deal::kHeld; ++v) {
-        unsigned* const words = reinterpret_cast<unsigned*>(&slot[v]);
-#pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) ptx::launder(words[i]);
-      }
-    }
+  __device__ __forceinline__ void launder() {
+    if constexpr (map_t::kHeld > 0) keep_narrow(slot);
   }
 
   // Stores f(element, whether it belongs to the row, slot * kVector + k) for all,
   // rounded.
   template <typename Out, int kUnroll = 2, typename Address, typename F>
-  __device__ __forceinline__ void store(const deal& d, Address address, F f) {
+  __device__ __forceinline__ void store(const map_t& d, Address address, F f) {
 #pragma unroll
-    for (int v = 0; v < deal::kHeld; ++v) {
+    for (int v = 0; v < map_t::kHeld; ++v) {
       write<Out>(d, address, f, v, slot[v]);
     }
 #pragma unroll kUnroll
-    for (int v = deal::kHeld; v < deal::kSlots; ++v) {
-      write<Out>(d, address, f, v, parked[(v - deal::kHeld) * kNumThreads]);
+    for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
+      write<Out>(d, address, f, v, parked[(v - map_t::kHeld) * kNumThreads]);
     }
     if (d.has_edges()) {
 #pragma unroll
-      for (int e = 0; e < deal::kEdges; ++e) {
+      for (int e = 0; e < map_t::kEdges; ++e) {
         if (d.has_edge(e)) {
           *address(d.edge_position(e)) =
-              to<Out>(f(to<acc_t>(edge[e]), true, deal::kSlots * kVector + e));
+              to<Out>(f(to<acc_t>(edge[e]), true, map_t::kSlots * kVector + e));
         }
       }
     }
@@ -285,7 +278,7 @@ template <typename T, int kVector> struct held_t {
 
  private:
   template <typename Out, typename Address, typename F>
-  static __device__ __forceinline__ void write(const deal& d, Address address, F f,
+  static __device__ __forceinline__ void write(const map_t& d, Address address, F f,
                                                int v, const vector& from) {
     acc_t result[kVector];
 #pragma unroll
@@ -296,9 +289,9 @@ template <typename T, int kVector> struct held_t {
   }
 
   template <typename Address>
-  __device__ __forceinline__ void park_vector(const deal& d, Address address, T pad,
+  __device__ __forceinline__ void park_vector(const map_t& d, Address address, T pad,
                                               int v) {
-    vector& home = parked[(v - deal::kHeld) * kNumThreads];
+    vector& home = parked[(v - map_t::kHeld) * kNumThreads];
     if (d.has(v, 0)) {
       copy_vector(&home, d.slot(address, v));
     } else {
@@ -310,15 +303,15 @@ template <typename T, int kVector> struct held_t {
   // Loads the row into shared memory in vectors aligned at the source, and reads it
   // from there in vectors aligned like the result.
   template <typename Address>
-  __device__ __forceinline__ void load_shifted(const deal& d, Address address, T pad) {
+  __device__ __forceinline__ void load_shifted(const map_t& d, Address address, T pad) {
     constexpr int kWindow = kLanes + 1;  // one vector more than there are threads
     vector* const windows =
-        memory + threadIdx.x / kLanes * (deal::kHeld * kWindow);  // of this row
+        memory + threadIdx.x / kLanes * (map_t::kHeld * kWindow);  // of this row
     const auto start = reinterpret_cast<unsigned long long>(address(d.position(0, 0)));
     const int shift = int(start / sizeof(T) % kVector);
     sync_row();  // all threads have read the previous row
 #pragma unroll
-    for (int v = 0; v < deal::kHeld; ++v) {
+    for (int v = 0; v < map_t::kHeld; ++v) {
       const int first = d.position(v, 0) - shift;
       vector* const window = windows + v * kWindow + lane();
       bring(d, address, first, window);
@@ -327,7 +320,7 @@ template <typename T, int kVector> struct held_t {
     wait_for_copies();
     sync_row();
 #pragma unroll
-    for (int v = 0; v < deal::kHeld; ++v) {
+    for (int v = 0; v < map_t::kHeld; ++v) {
       // Five words, the first of which may start one element early.
       const auto words =
           reinterpret_cast<const unsigned*>(windows + v * kWindow + lane()) + shift / 2;
@@ -348,7 +341,7 @@ template <typename T, int kVector> struct held_t {
 
   // Loads the kVector elements from `first` on, as far as the row has them.
   template <typename Address>
-  static __device__ __forceinline__ void bring(const deal& d, Address address,
+  static __device__ __forceinline__ void bring(const map_t& d, Address address,
                                                int first, vector* home) {
     if (first >= 0 && first + kVector <= d.length) {
       copy_vector(home, address(first));
@@ -362,8 +355,8 @@ template <typename T, int kVector> struct held_t {
 
   // Vector v from an address that is not aligned to it.
   template <typename Address>
-  static __device__ __forceinline__ vector gather(const deal& d, Address address, T pad,
-                                                  int v) {
+  static __device__ __forceinline__ vector gather(const map_t& d, Address address,
+                                                  T pad, int v) {
     vector read;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
@@ -375,18 +368,18 @@ template <typename T, int kVector> struct held_t {
 
 // Calls f(a, b) for the elements of two rows with the same distribution.
 template <int kVector, typename A, typename B, typename F>
-__device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
+__device__ __forceinline__ void each_pair(const thread_map_t<kVector>& d,
                                           held_t<A, kVector>& a, held_t<B, kVector>& b,
                                           F f) {
-  using deal = deal_t<kVector>;
+  using map_t = thread_map_t<kVector>;
 #pragma unroll
-  for (int v = 0; v < deal::kHeld; ++v) {
+  for (int v = 0; v < map_t::kHeld; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k)
       f(element_as<acc_t>(a.slot[v], k), element_as<acc_t>(b.slot[v], k));
   }
 #pragma unroll 2
-  for (int v = 0; v < deal::kParked; ++v) {
+  for (int v = 0; v < map_t::kParked; ++v) {
     const auto a_copy = a.parked[v * kNumThreads];
     const auto b_copy = b.parked[v * kNumThreads];
 #pragma unroll
@@ -395,7 +388,7 @@ __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
   }
   if (d.has_edges()) {
 #pragma unroll
-    for (int e = 0; e < deal::kEdges; ++e)
+    for (int e = 0; e < map_t::kEdges; ++e)
       f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e]));
   }
 }
@@ -403,10 +396,10 @@ __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
 // Stores f(a, b) for the elements of two rows.
 template <typename Out, int kVector, typename A, typename B, typename Address,
           typename F>
-__device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
+__device__ __forceinline__ void store_pair(const thread_map_t<kVector>& d,
                                            held_t<A, kVector>& a, held_t<B, kVector>& b,
                                            Address address, F f) {
-  using deal = deal_t<kVector>;
+  using map_t = thread_map_t<kVector>;
   const auto write = [&](int v, const vector_t<A, kVector>& x,
                          const vector_t<B, kVector>& y) {
     acc_t result[kVector];
@@ -416,16 +409,16 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
     store_slot(d, address, v, to_vector<Out, kVector>::of(result));
   };
 #pragma unroll
-  for (int v = 0; v < deal::kHeld; ++v) {
+  for (int v = 0; v < map_t::kHeld; ++v) {
     write(v, a.slot[v], b.slot[v]);
   }
 #pragma unroll 2
-  for (int v = 0; v < deal::kParked; ++v) {
-    write(v + deal::kHeld, a.parked[v * kNumThreads], b.parked[v * kNumThreads]);
+  for (int v = 0; v < map_t::kParked; ++v) {
+    write(v + map_t::kHeld, a.parked[v * kNumThreads], b.parked[v * kNumThreads]);
   }
   if (d.has_edges()) {
 #pragma unroll
-    for (int e = 0; e < deal::kEdges; ++e) {
+    for (int e = 0; e < map_t::kEdges; ++e) {
       if (d.has_edge(e)) {
         *address(d.edge_position(e)) =
             to<Out>(f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e])));
@@ -435,8 +428,7 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
 }
 
 // The blocks of a cluster exchange maxima and sums: each warp stores its part to the
-// memory of all blocks, where an mbarrier counts the bytes. The barrier of the cluster
-// itself would wait for all loads and stores in flight.
+// memory of all blocks.
 constexpr int kPartials = kThreadsOfRow > kWarpSize ? kThreadsOfRow / kWarpSize : 1;
 
 // Memory in which the threads of a row combine their values; all get the same result.
@@ -521,16 +513,3 @@ template <typename T, int kTurns = 1> struct combiner_t {
     ++uses;
   }
 };
-
-// The blocks of a cluster may start at different times; none may write to the memory of
-// one that has not started.
-__device__ __forceinline__ void announce_block() {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
-#endif
-}
-__device__ __forceinline__ void await_blocks() {
-#if __CUDA_ARCH__ >= 900
-  if constexpr (kCluster > 1) ptx::cluster_wait();
-#endif
-}

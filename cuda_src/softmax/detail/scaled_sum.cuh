@@ -4,28 +4,16 @@
 // exp(x) = 2^k exp(r) with k = round(x / ln 2) and |r| <= ln(2) / 2. A sum in units of
 // a power of two needs no maximum to be subtracted: k is an integer, so no difference
 // is rounded, and changing the unit is exact.
-//
-// Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
 
+#include "common/exp2_f64.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/max.cuh"
 #include "softmax/detail/sum.cuh"
 
 namespace detail {
 
-__device__ __forceinline__ float largest_nan(float a, float b) {
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-  return ptx::max_nan_f32(a, b);
-#else
-  return max_nan(a, b);
-#endif
-}
-__device__ __forceinline__ double largest_nan(double a, double b) {
-  return max_nan(a, b);
-}
 __device__ __forceinline__ float smallest_nan(float a, float b) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   return ptx::min_nan_f32(a, b);
@@ -88,42 +76,6 @@ template <> struct range<double> {
 __device__ __forceinline__ double widened_term(float x) { return ptx::f64_from_f32(x); }
 __device__ __forceinline__ double widened_term(double x) { return x; }
 
-// 2^(j / 32)
-__device__ const double kRoots[32] = {
-    1.0,
-    1.0218971486541166,
-    1.0442737824274138,
-    1.0671404006768237,
-    1.0905077326652577,
-    1.1143867425958924,
-    1.1387886347566916,
-    1.1637248587775775,
-    1.189207115002721,
-    1.215247359980469,
-    1.241857812073484,
-    1.2690509571917332,
-    1.2968395546510096,
-    1.3252366431597413,
-    1.3542555469368927,
-    1.383909881963832,
-    1.4142135623730951,
-    1.4451808069770467,
-    1.4768261459394993,
-    1.5091644275934228,
-    1.5422108254079407,
-    1.5759808451078865,
-    1.6104903319492543,
-    1.645755478153965,
-    1.681792830507429,
-    1.718619298122478,
-    1.7562521603732995,
-    1.7947090750031072,
-    1.8340080864093424,
-    1.8741676341103,
-    1.9152065613971474,
-    1.9571441241754002,
-};
-
 }  // namespace detail
 
 // With these a warp computes exponentials of doubles together: lane j has 2^(j / 32),
@@ -137,8 +89,8 @@ template <> struct roots_t<double> {
 
   __device__ __forceinline__ roots_t() {
     const int lane = threadIdx.x % kCount;
-    high = __double2hiint(detail::kRoots[lane]) - lane * (1 << 20) / kCount;
-    low = __double2loint(detail::kRoots[lane]);
+    high = __double2hiint(detail::kRootsOfTwo[lane]) - lane * (1 << 20) / kCount;
+    low = __double2loint(detail::kRootsOfTwo[lane]);
   }
 
   // exp(x) / 2^shift, with round = kRound - kCount * shift, to half an ulp plus, since
@@ -264,12 +216,6 @@ template <typename T> struct scaled_exp_t {
     r = fma_of(k, -range::kLn2Low, r) + low;
     const T e = 1 + detail::expm1_reduced(r);
     return x > lowest ? range::times_power(e, range::low_bits(rounded)) : T(0);
-  }
-};
-
-struct largest_nan_t {
-  template <typename T> __device__ __forceinline__ T operator()(T a, T b) const {
-    return detail::largest_nan(a, b);
   }
 };
 
@@ -470,7 +416,7 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
       const T lowest = T(shift - kReach) * T(kLn2);
       const T round = range::kRound - T(shift);
       add_terms<kCount>([&](int j) {
-        const T x = larger(score(j), lowest);
+        const T x = larger_t()(score(j), lowest);
         const T rounded = fma_of(x, T(kLog2e), round);  // k - shift, in its low bits
         const T k = rounded - round;
         T r = fma_of(k, -range::kLn2High, x);
@@ -511,12 +457,5 @@ template <typename T, bool kIsCoarse> struct power_sum_t {
     const int larger = shift_of(top);
     move_to(larger);
     other.move_to(larger);
-  }
-
-  static __device__ __forceinline__ float larger(float a, float b) {
-    return fmaxf(a, b);
-  }
-  static __device__ __forceinline__ double larger(double a, double b) {
-    return a > b ? a : b;
   }
 };

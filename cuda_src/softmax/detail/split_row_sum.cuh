@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: MIT
 // Reduction of the sum of a long row within one of the blocks that share it.
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/thread_group.cuh
 #pragma once
 
 #include "softmax/detail/thread_group.cuh"

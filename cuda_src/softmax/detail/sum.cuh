@@ -6,8 +6,39 @@
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
+#include "ptx/max.cuh"
 
 using acc_t = ACC_T;
+
+template <typename A, typename B> constexpr bool kSame = false;
+template <typename A> constexpr bool kSame<A, A> = true;
+
+// A or B.
+template <bool kIsA, typename A, typename B> struct conditional {
+  using type = A;
+};
+template <typename A, typename B> struct conditional<false, A, B> {
+  using type = B;
+};
+
+template <typename T>
+constexpr bool kHasInfinity =
+    kSame<T, float> || kSame<T, double> || kSame<T, half_t> || kSame<T, bfloat16_t>;
+
+// Value of missing elements: -inf adds nothing. Types without infinities use 0, and
+// must track which elements are valid.
+template <typename T> __device__ __forceinline__ T padding() {
+  if constexpr (kHasInfinity<T>) return to<T>(-infinity<float>());
+  return T();
+}
+
+// Whether maxima of 16-bit numbers are taken two at a time, without a conversion.
+#if __CUDA_ARCH__ >= 800
+template <typename T, int kVector>
+constexpr bool kMaxInPairs = sizeof(T) == 2 && kVector % 2 == 0;
+#else
+template <typename T, int kVector> constexpr bool kMaxInPairs = false;
+#endif
 
 // The sum of one lane, in double even for float: a lane adds thousands of terms one by
 // one, and a float sum would lose more than the exponentials do. For double itself,
@@ -78,6 +109,28 @@ struct larger_t {
   }
   __device__ __forceinline__ double operator()(double a, double b) const {
     return a > b ? a : b;
+  }
+};
+
+namespace detail {
+
+// The larger of two, or NaN.
+__device__ __forceinline__ float largest_nan(float a, float b) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return ptx::max_nan_f32(a, b);
+#else
+  return max_nan(a, b);
+#endif
+}
+__device__ __forceinline__ double largest_nan(double a, double b) {
+  return max_nan(a, b);
+}
+
+}  // namespace detail
+
+struct largest_nan_t {
+  template <typename T> __device__ __forceinline__ T operator()(T a, T b) const {
+    return detail::largest_nan(a, b);
   }
 };
 

@@ -8,12 +8,12 @@
 //
 // Parameters HELD     vectors per thread: a part has LANES times as many
 //            MARGIN   as above
-//            LANES    as in softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/vector.cuh"
 #include "ptx/cache_hint.cuh"
 #include "softmax/detail/aligned_span.cuh"
+#include "softmax/detail/published.cuh"
 #include "softmax/detail/thread_group.cuh"
 
 constexpr int kHeld = HELD, kMargin = MARGIN;
@@ -43,6 +43,27 @@ struct tile_queue_t {
     if (number >= 2 * all - lag) return {true, number - all};
     const unsigned turn = number - lag;
     return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
+  }
+};
+
+// What blocks publish: the next position in the queue; and a sum of kWords words for
+// each row and each part.
+template <int kWords> struct queue_board_t {
+  unsigned long long* words;  // kWords (1 + num_rows + parts of all rows)
+  unsigned num_rows;
+
+  // Resets `count` words; run by an earlier launch.
+  __device__ __forceinline__ void clear(long long count) const {
+    const long long step = (long long)gridDim.x * kLanes;
+    for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
+      words[i] = i == 0 ? 0 : published_t::kUnpublished;
+    }
+  }
+  __device__ __forceinline__ unsigned take_next() const {
+    return unsigned(atomicAdd(words, 1ull));
+  }
+  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
+    return words + kWords + kWords * 1ull * row;
   }
 };
 
@@ -76,6 +97,12 @@ template <int kVector> struct row_part_t {
     return (first + k * kLanes) * kVector;
   }
 };
+
+template <int kCount, typename T>
+__device__ __forceinline__ auto load_word(const T* from, unsigned long long policy) {
+  using word_t = typename vector_t<T, kCount>::word_t;
+  return ptx::load_global(reinterpret_cast<const word_t*>(from), policy);
+}
 
 // Stores a vector of a result; element by element if it is not aligned.
 template <typename T, int kCount>

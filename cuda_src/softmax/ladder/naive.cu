@@ -11,14 +11,9 @@
 // Limits     none; wrong for large scores, on purpose
 #include "softmax/detail/row.cuh"
 
-template <typename T> constexpr bool kIsFloating = false;
-template <> constexpr bool kIsFloating<half_t> = true;
-template <> constexpr bool kIsFloating<bfloat16_t> = true;
-template <> constexpr bool kIsFloating<float> = true;
-
 // The result of a step, rounded to the type of x if that is narrower.
 __device__ __forceinline__ acc_t rounded(acc_t value) {
-  if constexpr (kIsFloating<x_t>) return to<acc_t>(to<x_t>(value));
+  if constexpr (kHasInfinity<x_t> && sizeof(x_t) <= 4) return to<acc_t>(to<x_t>(value));
   return value;
 }
 

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) sum.l += s[k].exp_minus(sum.shift());
     }
-    sum = group_reduce<kLanes>(sum, merge_t(keys));
+    sum = group_reduce<kLanes>(sum, combine_t(keys));
 
     const finish_t finish(sum.shift(), sum.l.value);
     for (long long i = lane(); i < row.length; i += kBatch * kLanes) {

@@ -19,8 +19,7 @@
 #include "softmax/detail/row.cuh"
 #include "softmax/detail/row_exp.cuh"
 
-constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
+constexpr int kVector = kRowVector;
 
 // Exponentials replace the elements where they fit; otherwise they are computed twice,
 // and the elements stay as narrow as they were read.
@@ -31,18 +30,11 @@ constexpr bool kKeepsExp = !kLog && kSame<x_t, acc_t>;
 // it into NaN, is handled elsewhere by the host.
 constexpr bool kPads = kHasInfinity<x_t> && !kHasWhere;
 
-// Maxima of 16-bit numbers need no conversion.
-#if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = kPads && !kScaled && sizeof(x_t) == 2 && kVector % 2 == 0;
-#else
-constexpr bool kPacksMax = false;
-#endif
-
-using row_deal_t = deal_t<kVector>;
+using row_map_t = thread_map_t<kVector>;
 
 // Which of a thread's elements are selected by the mask.
 struct marks_t {
-  static constexpr int kCount = row_deal_t::kSlots * kVector + row_deal_t::kEdges;
+  static constexpr int kCount = row_map_t::kSlots * kVector + row_map_t::kEdges;
   unsigned bits[(kCount + 31) / 32] = {};
 
   __device__ __forceinline__ void set(int j) { bits[j / 32] |= 1u << j % 32; }
@@ -68,19 +60,14 @@ __device__ __forceinline__ x_t pad_of(const layout_t& layout) {
 // Aligned to memory lines; 16-byte alignment is slower.
 extern __shared__ __align__(128) uint4 parking[];
 
-#if CLUSTER > 1
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
-    __launch_bounds__(kNumThreads, kMinBlocks)
-#else
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-#endif
-        softmax_tiled(const x_t* x, const bool* where, out_t* out,
-                      const __grid_constant__ layout_t layout) {
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_tiled(const x_t* x, const bool* where, out_t* out,
+                  const __grid_constant__ layout_t layout) {
   __shared__ shared_parts_t<acc_t> maxima[1];
   __shared__ shared_parts_t<part_t> sums[1];
   combiner_t<acc_t> combine_max(maxima);
   combiner_t<part_t> combine_sum(sums);
-  announce_block();
+  announce_block<kCluster>();
   bool has_started = false;
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
@@ -88,27 +75,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   held_t<x_t, kVector> held(parking);
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(x, where, out, layout, at);
-    const row_deal_t deal(row.out, row.length);
-    const auto address = [&](int i) {
-      return row.x + (kContiguous && kOneAxis ? i : row.near_offset(kX, i));
-    };
-    held.load(deal, address, pad_of(layout));
+    const row_map_t map(row.out, row.length);
+    held.load(map, address_in(row, row.x, kX), pad_of(layout));
     marks_t marks;
     if constexpr (kHasWhere) {
 #pragma unroll
-      for (int v = 0; v < row_deal_t::kSlots; ++v) {
+      for (int v = 0; v < row_map_t::kSlots; ++v) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
-          if (deal.has(v, k) && row.selected(deal.position(v, k))) {
+          if (map.has(v, k) && row.selected(map.position(v, k))) {
             marks.set(v * kVector + k);
           }
         }
       }
 #pragma unroll
-      for (int e = 0; e < row_deal_t::kEdges; ++e) {
-        const int i = deal.edge_position(e);
-        if (i < deal.length && row.selected(i)) {
-          marks.set(row_deal_t::kSlots * kVector + e);
+      for (int e = 0; e < row_map_t::kEdges; ++e) {
+        const int i = map.edge_position(e);
+        if (i < map.length && row.selected(i)) {
+          marks.set(row_map_t::kSlots * kVector + e);
         }
       }
     }
@@ -116,34 +100,34 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (kHasWhere) is_in_row = marks.get(j);
       return kPads || is_in_row ? score_t(element, layout) : score_t::absent(layout);
     };
-    if (!has_started) await_blocks();
+    if (!has_started) await_blocks<kCluster>();
     has_started = true;
     if (PARKED > 0) wait_for_copies();
 
     acc_t m = -infinity<acc_t>();
-    if constexpr (kPacksMax) {
-      m = held.largest(deal, largest_t());
+    if constexpr (kPads && !kScaled && kMaxInPairs<x_t, kVector>) {
+      m = held.largest(map, largest_t());
     } else {
-      held.each<false, kUnrollParked>(deal, [&](acc_t element, bool is_in_row, int j) {
+      held.each<false, kUnrollParked>(map, [&](acc_t element, bool is_in_row, int j) {
         m = largest_t()(m, score(element, is_in_row, j).key);
         return element;
       });
     }
     const acc_t largest = combine_max(m, -infinity<acc_t>(), largest_t());
     m = shift_by(largest);
-    held.forget();
+    held.launder();
 
     const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
     part_t sum = exp_of_row.none();
     held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
-        deal, [&](acc_t element, bool is_in_row, int j) {
+        map, [&](acc_t element, bool is_in_row, int j) {
           const acc_t e = exp_of_row(score(element, is_in_row, j));
           exp_of_row.add(sum, e);
           return e;
         });
     sum = exp_of_row.sum_of(sum);
     const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
-    held.forget();
+    held.launder();
 
     const finish_t finish(m, l);
     const auto result = [&](acc_t element, bool is_in_row, int j) {
@@ -152,11 +136,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const score_t s = score(element, is_in_row, j);
       return kLog ? finish(s) : exp_of_row(s) * finish.inverse;
     };
-    held.store<out_t, kUnrollParked>(
-        deal,
-        [&](int i) {
-          return row.out + (kContiguous && kOneAxis ? i : row.near_offset(kOut, i));
-        },
-        result);
+    held.store<out_t, kUnrollParked>(map, address_in(row, row.out, kOut), result);
   }
 }

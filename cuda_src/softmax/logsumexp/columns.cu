@@ -12,8 +12,6 @@
 // Numbers    exponentials to half an ulp of acc_t, sums and log in double; for 16-bit
 //            results the fast exponential and a float log
 // Limits     no weights; the last outer axis has stride 1 in a; one reduced axis
-//
-// Parameters as in softmax/detail/column_log.cuh
 #include "softmax/detail/column_log.cuh"
 
 struct shared_t {
@@ -71,35 +69,6 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
   }
 }
 
-// Reduces a number of each of this thread's columns over the tile, for every thread.
-template <typename Combine>
-__device__ __forceinline__ void combine_columns(shared_t& shared,
-                                                wide_sum_t (&value)[kVector],
-                                                Combine combine) {
-  if constexpr (kInWarp) {
-    combine_in_warp(value, combine);
-  } else {
-    write_partials(shared.number, value, combine);
-    __syncthreads();
-#pragma unroll 1
-    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      share(&shared.careful[cluster_rank()][c],
-            combine_partials(shared.number, c, combine));
-    }
-    cluster_sync();
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const int c = tile_t::side() * kVector + j;
-      value[j] = shared.careful[0][c];
-#pragma unroll
-      for (int rank = 1; rank < kCluster; ++rank) {
-        value[j] = combine(value[j], shared.careful[rank][c]);
-      }
-    }
-    cluster_sync();  // all have read before the next number is written
-  }
-}
-
 // Accurate logs of the columns. Called by all threads of the cluster.
 __device__ __noinline__ void read_again(const a_t* a, const bool* where,
                                         const tile_t& tile, shared_t& shared,
@@ -109,8 +78,9 @@ __device__ __noinline__ void read_again(const a_t* a, const bool* where,
       take([&](int k, int j) { return batch.score<double>(k, j, rows); });
     });
   };
-  careful_logs(log, read,
-               [&](auto& value, auto f) { combine_columns(shared, value, f); });
+  careful_logs(log, read, [&](auto& value, auto f) {
+    combine_columns(shared.number, shared.careful, value, f);
+  });
 }
 
 // The sum of each of this thread's columns over the tile, in every thread.
@@ -171,7 +141,8 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                               out_t* sign,  // written if layout.returns_sign
                               const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const deal how = takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
+  const thread_map how =
+      takes_vectors(a, layout, kA) ? thread_map::kVectors : thread_map::kSingles;
   if (kCluster > 1) cluster_sync();  // no block may be written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {

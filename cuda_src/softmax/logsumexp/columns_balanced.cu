@@ -19,7 +19,6 @@
 //
 // Parameters SHARES        warps that divide the rows
 //            WHOLE         1 if shares are whole tiles, with nothing to merge
-//            and those of softmax/detail/column_log.cuh
 #include "softmax/detail/column_log.cuh"
 #include "softmax/detail/column_sum.cuh"
 
@@ -33,35 +32,15 @@ static_assert(kCluster == 1 && !kSplits && kShares > 0);
 struct shared_t {
   union {
     partial_t total[kColumns];
-    wide_sum_t careful[kColumns];
+    wide_sum_t careful[kCluster][kColumns];
   };
   bool is_doubtful[kColumns];
   __device__ shared_t() {}
 };
-// What they exchange in memory that held elements before.
-using numbers_t = partials_t<wide_sum_t>;
-
 extern __shared__ uint4 memory[];
 
-template <typename A, typename B> constexpr bool kSame = false;
-template <typename A> constexpr bool kSame<A, A> = true;
-
-// Masked floats are -inf. Other types have no such number.
-constexpr bool kHasInfinity = kSame<a_t, half_t> || kSame<a_t, bfloat16_t> ||
-                              kSame<a_t, float> || kSame<a_t, double>;
-constexpr bool kTracks = kHasWhere || !kHasInfinity;
-
-template <typename T> __device__ __forceinline__ T nothing() {
-  if constexpr (kHasInfinity) return to<T>(-infinity<acc_t>());
-  return T();
-}
-
-// Maxima of 16-bit numbers need no conversion.
-#if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = !kTracks && sizeof(a_t) == 2 && kVector % 2 == 0;
-#else
-constexpr bool kPacksMax = false;
-#endif
+// Missing floats are -inf. Other types have no such number.
+constexpr bool kTracks = kHasWhere || !kHasInfinity<a_t>;
 
 // Starts copying an element, if the hardware can copy so few bytes.
 __device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
@@ -94,7 +73,7 @@ struct ring_t {
     const long long step = tile.step(kA);
     a += first * step + tile.offset(0);
     const bool takes_vector =
-        tile.how == deal::kVectors && tile.offset(0) < tile.columns;
+        tile.how == thread_map::kVectors && tile.offset(0) < tile.columns;
     if (takes_vector && rows >= kHeld) {
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
@@ -105,14 +84,15 @@ struct ring_t {
           copy_vector(&at(half, k), a);
           continue;
         }
-        const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
+        const int count =
+            tile.how == thread_map::kSingles && k < rows ? tile.columns : 0;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           a_t* const home = &at(half, k).element[j];
           if (tile.offset(j) < count) {
             copy_element(home, a + j * kSide);
           } else {
-            *home = nothing<a_t>();
+            *home = padding<a_t>();
           }
         }
       }
@@ -135,24 +115,6 @@ struct batch_t {
   int half;
   unsigned long long selected = 0;  // one bit per element, if kTracks
 
-  // Which rows of this thread from number `first` on are selected; `rows` are left.
-  __device__ __forceinline__ void select(const bool* where, const tile_t& tile,
-                                         int first, int rows) {
-    if constexpr (kTracks) {
-      const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const int i = tile.offset(j);
-          if (k >= rows || i >= tile.columns) continue;
-          if (!kHasWhere || where[(first + k) * tile.step(kWhere) + i * side_step]) {
-            selected |= 1ull << (k * kVector + j);
-          }
-        }
-      }
-    }
-  }
   template <typename T> __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
     return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
@@ -160,7 +122,7 @@ struct batch_t {
 
   // The largest score of each column, or NaN.
   __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
-    if constexpr (kPacksMax) {
+    if constexpr (!kTracks && kMaxInPairs<a_t, kVector>) {
       const auto of_pairs = largest_in_pairs(ring.at(half, 0));
 #pragma unroll
       for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
@@ -262,7 +224,6 @@ struct batch_t {
     }
   }
 };
-static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
 // Calls take(batch) for all rows of this thread. The next batch loads meanwhile.
 template <typename Take>
@@ -278,33 +239,11 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
     ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
     ring.wait();
     batch_t batch = {ring, half};
-    batch.select(where, tile, first, tile.rows - first);
+    if constexpr (kTracks) {
+      batch.selected =
+          tile.template selected<kHasWhere>(where, kWhere, first, tile.rows - first);
+    }
     take(batch);
-  }
-}
-
-// Reduces a number of each of this thread's columns over the tile, for every thread.
-template <typename Combine>
-__device__ __forceinline__ void combine_columns(shared_t& shared,
-                                                wide_sum_t (&value)[kVector],
-                                                Combine combine) {
-  if constexpr (kInWarp) {
-    combine_in_warp(value, combine);
-  } else {
-    numbers_t& numbers = *reinterpret_cast<numbers_t*>(memory);
-    __syncthreads();  // all threads have read their elements
-    write_partials(numbers, value, combine);
-    __syncthreads();
-#pragma unroll 1
-    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      shared.careful[c] = combine_partials(numbers, c, combine);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      value[j] = shared.careful[tile_t::side() * kVector + j];
-    }
-    __syncthreads();  // all have read before the next number is written
   }
 }
 
@@ -317,8 +256,11 @@ __device__ __noinline__ void read_again(const a_t* a, const bool* where,
       take([&](int k, int j) { return batch.score<double>(k, j); });
     });
   };
-  careful_logs(log, read,
-               [&](auto& value, auto f) { combine_columns(shared, value, f); });
+  careful_logs(log, read, [&](auto& value, auto f) {
+    if constexpr (!kInWarp) __syncthreads();  // all threads have read their elements
+    auto& numbers = *reinterpret_cast<partials_t<wide_sum_t>*>(memory);
+    combine_columns(numbers, shared.careful, value, f);
+  });
 }
 
 // --- sums over many threads ----------------------------------------------------------
@@ -390,10 +332,9 @@ __device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
 // Writes the logs of a warp's tile from its `count` parts, part(c, i); a lane has every
 // 32nd column.
 template <typename Part>
-__device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
-                                              Part part, int count,
-                                              const results_t& results,
-                                              shared_t& shared) {
+__device__ __forceinline__ void finish_warp(const a_t* a, const bool* where, Part part,
+                                            int count, const results_t& results,
+                                            shared_t& shared) {
   const tile_t& tile = results.tile;
   const int columns = count > 0 ? tile.columns : 0;
   constexpr int kOwn = (kColumns + kWarpSize - 1) / kWarpSize;  // columns per lane
@@ -473,8 +414,8 @@ __device__ __forceinline__ void sum_columns(const a_t* a, const bool* where,
   read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
 }
 
-__device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
-  return takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
+__device__ __forceinline__ thread_map map_of(const a_t* a, const layout_t& layout) {
+  return takes_vectors(a, layout, kA) ? thread_map::kVectors : thread_map::kSingles;
 }
 
 // --- equal shares --------------------------------------------------------------------
@@ -518,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
     __shared__ shared_t shared;
-    const deal how = deal_of(a, layout);
+    const thread_map how = map_of(a, layout);
     const shares_t shares(layout);
     const int most = shares.most(layout);
     const int in_block = threadIdx.x / kWarpSize;
@@ -550,7 +491,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
         __syncwarp();  // the sums are read by other lanes
         const partial_t* const sums = place_of(partial, number, most);
         const auto sum_of = [&](int c, int) { return sums[c]; };
-        merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
+        finish_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
       at += rows;
     }
@@ -563,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                    out_t* out, out_t* sign, const partial_t* partial,
                                    const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const deal how = deal_of(a, layout);
+  const thread_map how = map_of(a, layout);
   const shares_t shares(layout);
   const int most = shares.most(layout);
   const tile_index_t end = num_tiles(layout);
@@ -575,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     const auto part = [&](int c, int i) { return parts[i * kColumns + c]; };
     const results_t results = {tile, out, sign};
     if constexpr (kInWarp) {
-      merge_in_warp(a, where, part, count, results, shared);
+      finish_warp(a, where, part, count, results, shared);
     } else {
       const auto join = [&](auto take) { join_columns(count, part, take); };
       finish_block(a, where, join, results, shared);

@@ -10,8 +10,6 @@
 // Memory     a once, in 16-byte vectors wherever the span starts; one number per row
 // Numbers    as softmax_logsumexp_rows
 // Limits     contiguous rows of HELD elements; no weights, no mask
-//
-// Parameters as in softmax/detail/row_log.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/row_log.cuh"
 #include "softmax/detail/packed_rows.cuh"
 
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     const span_t<a_t> from(const_cast<a_t*>(a) + at * kLength, rows * kLength, memory);
     from.load();
     if (threadIdx.x == 0) num_doubtful = 0;
-    wait_for_span();
+    wait_for_copies();
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {

@@ -21,12 +21,9 @@
 //
 // Parameters HELD, SETS, PARTS   as above
 //            MIN_BLOCKS          blocks per multiprocessor, by registers
-//            all others as in softmax/detail/row_log.cuh
+#include "softmax/detail/aligned_span.cuh"
 #include "softmax/detail/row_log.cuh"
 
-#ifndef PARTS
-#error "the parameters above come from the host"
-#endif
 constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
 constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kVector = 16 / sizeof(a_t);  // elements per vector access
@@ -139,11 +136,6 @@ struct held_t {
   }
 };
 
-// Number of elements before the first one aligned to a vector.
-__device__ __forceinline__ int num_before_aligned(const a_t* a) {
-  return int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t)) & (kVector - 1);
-}
-
 // A row, or a part of one, of any length and alignment: whole vectors, and before and
 // after them fewer elements than lanes.
 struct piece_t {
@@ -152,7 +144,7 @@ struct piece_t {
 
   piece_t() = default;
   __device__ __forceinline__ piece_t(const a_t* a, long long length) : a(a) {
-    const int before = num_before_aligned(a);
+    const int before = num_before_aligned<kVector>(a);
     head = before < length ? before : int(length);
     vectors = int((length - head) / kVector);
     tail = int(length - head - (long long)vectors * kVector);
@@ -212,7 +204,7 @@ struct staged_t {
   a_t before, after;  // before the first aligned vector, after the last
 
   __device__ __forceinline__ void load(const a_t* a, int count) {
-    const int head = min(num_before_aligned(a), count);
+    const int head = min(num_before_aligned<kVector>(a), count);
     const int num_vectors = (count - head) / kVector;
     const int tail = head + num_vectors * kVector;
 #pragma unroll
@@ -227,7 +219,7 @@ struct staged_t {
   // Returns the address of the first element; `a` and `count` as in load.
   __device__ __forceinline__ const a_t* store(const a_t* a, int count) const {
     __shared__ __align__(16) unsigned char bytes[kSize * sizeof(a_t)];
-    const int head = min(num_before_aligned(a), count);
+    const int head = min(num_before_aligned<kVector>(a), count);
     const int num_vectors = (count - head) / kVector;
     const int tail = head + num_vectors * kVector;
     a_t* first = reinterpret_cast<a_t*>(bytes) + (head == 0 ? 0 : kVector - head);

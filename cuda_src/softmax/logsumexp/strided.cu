@@ -12,33 +12,14 @@
 // Numbers    exponentials in acc_t of exact differences; sums and log in double
 // Limits     none. A negative sum gives NaN unless the sign is asked for.
 //
-// Parameters A_T, B_T, OUT_T   element types of a, b, and of out and sign
+// Parameters B_T               element type of b
 //            HAS_B, HAS_WHERE  1 if there are weights, a mask
-//            OUTER_AXES, REDUCED_AXES   number of axes of each kind
-//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
-#include "common/math.cuh"
-#include "common/strides.cuh"
-#include "common/types.cuh"
 #include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/log_params.cuh"
 #include "softmax/detail/online_sum.cuh"
 
-#ifndef A_T
-#error "the parameters above come from the host"
-#endif
-using a_t = A_T;
 using b_t = B_T;
-using out_t = OUT_T;
 constexpr bool kHasB = HAS_B, kHasWhere = HAS_WHERE;
-
-enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
-
-// The problem, packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  long long returns_sign;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
-};
 
 // m + log l for l > 0, accurate also where m and log l cancel: a Newton step with the
 // residual l exp(m - result) - 1.
@@ -131,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
         sum.l += kHasB ? terms[k].weight * e : double(e);
       }
     }
-    sum = group_reduce<kLanes>(sum, merge_t<>());
+    sum = group_reduce<kLanes>(sum, combine_t<>());
 
     double l = sum.l.value;
     double result = shifted_log(sum.shift(), abs_of(l));

@@ -16,16 +16,11 @@
 //            sm_80 or newer
 //
 // Parameters MIN_BLOCKS   blocks per multiprocessor that registers must suffice for
-//            and those of softmax/detail/params.cuh and softmax/detail/tile_queue.cuh
-#include "ptx/cache_hint.cuh"
-#include "ptx/opaque.cuh"
 #include "softmax/detail/tile_queue.cuh"
 #include "softmax/detail/partial_sum.cuh"
 #include "softmax/detail/row_exp.cuh"
-#include "softmax/detail/published.cuh"
 
-constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
+constexpr int kVector = kRowVector;
 static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
 
 // How a part is summed: doubles by a table; floats in powers of two, in the same way as
@@ -40,20 +35,10 @@ __device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks publish: the next position in the queue; and for each row and part a sum
-// l exp(m), as two numbers.
-struct board_t {
-  unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows)
-  unsigned num_rows;
-
-  __device__ __forceinline__ unsigned take_next() const {
-    return unsigned(atomicAdd(words, 1ull));
-  }
-  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
-    return words + 2 + 2ull * row;
-  }
+// Blocks publish sums l exp(m), as two numbers.
+struct board_t : queue_board_t<2> {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
-    return words + 2 + 2ull * (num_rows + part);
+    return of_row(num_rows + part);
   }
   static __device__ __forceinline__ void publish(unsigned long long* at,
                                                  const partial_t& sum) {
@@ -77,11 +62,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_trail_clear(const x_t* x, const bool*, out_t* out,
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
-  const long long count = 2 + 2 * (layout.num_rows + (long long)queue_of(layout).all);
-  const long long step = (long long)gridDim.x * kLanes;
-  for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
-    words[i] = i == 0 ? 0 : published_t::kUnpublished;
-  }
+  board_t{words, 0}.clear(2 + 2 * (layout.num_rows + (long long)queue_of(layout).all));
 }
 
 // --- a part of a row -----------------------------------------------------------------
@@ -137,25 +118,11 @@ template <typename T> struct held_t {
     }
     edge = piece.has_edge() ? piece.x[piece.edge] : padding<T>();
   }
-  // Keeps only narrow elements in registers, and not also what was computed from them,
-  // which would take too many.
-  __device__ __forceinline__ void forget() {
-    if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
-#pragma unroll
-        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::launder(words[i]);
-      }
-    }
-  }
 
  private:
   __device__ __forceinline__ void load(const piece_t& piece, int k,
                                        unsigned long long policy) {
-    using word_t = typename vector::word_t;
-    read[k].word = ptx::load_global(
-        reinterpret_cast<const word_t*>(piece.x + piece.position(k)), policy);
+    read[k].word = load_word<kVector>(piece.x + piece.position(k), policy);
   }
 };
 
@@ -206,7 +173,7 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
     if (piece.has(k)) take(piece.x[piece.position(k) + i % kVector]);
   }
   if (piece.has_edge()) take(piece.x[piece.edge]);
-  return partial_of(warp_reduce(sum, merge_t<>()), keys_t(piece.layout));
+  return partial_of(warp_reduce(sum, combine_t<>()), keys_t(piece.layout));
 }
 
 // The sum of a warp; invalid if it is not finite.
@@ -410,7 +377,7 @@ struct block_t {
                                       unsigned part, int turn) const {
     unsigned ahead;
     const acc_t m = largest(held, piece);
-    held.forget();
+    keep_narrow(held.read);
     if (threadIdx.x == 0) ahead = board.take_next();
     const partial_t found = sum_up<kHow>(held, piece, m);
     if (threadIdx.x % kWarpSize == 0) {

@@ -11,8 +11,6 @@
 //            two vectors each
 // Numbers    as softmax_tiled
 // Limits     contiguous rows of at most kLanes * HELD elements in x and in out; no mask
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/packed_rows.cuh
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/exp_policy.cuh"
@@ -76,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const span_t<x_t> from(const_cast<x_t*>(x) + at * length, rows * length, memory);
     const span_t<out_t> onto(out + at * length, rows * length, second);
     from.load();
-    wait_for_span();
+    wait_for_copies();
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {

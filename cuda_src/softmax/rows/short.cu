@@ -15,9 +15,6 @@
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/exp_policy.cuh"
 
-#ifndef HELD
-#error "HELD, elements of a row that a thread holds, SETS and MIN_BLOCKS: of the host"
-#endif
 constexpr int kVector = 16 / sizeof(x_t), kHeld = HELD / kVector, kSets = SETS;
 constexpr int kLength = kLanes * HELD;
 static_assert(HELD % kVector == 0 && kLanes <= kWarpSize, "whole vectors in a warp");

@@ -11,13 +11,10 @@
 //            access, unaligned ends element by element
 // Numbers    as softmax_online
 // Limits     reduced axis contiguous in x and out
-//
-// Parameters as in softmax/detail/params.cuh and softmax/detail/row_splits.cuh
 #include "softmax/detail/split_row_sum.cuh"
 #include "softmax/detail/row_splits.cuh"
 
-constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
-constexpr int kVector = 16 / kWidest;  // elements per vector access
+constexpr int kVector = kRowVector;
 // Vectors that a thread loads together.
 constexpr int kTogether = kVector >= 8 ? 2 : 4;
 
@@ -94,7 +91,7 @@ __device__ __forceinline__ void add_all(const work_t& work, Sum& sum) {
 __device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
   running_t<acc_t> sum;
   add_all(work, sum);
-  return group_reduce<kLanes>(sum, merge_t(keys_t(work.layout)));
+  return group_reduce<kLanes>(sum, combine_t(keys_t(work.layout)));
 }
 
 // The sum of the block in each thread; `top` tells whether it is valid.
@@ -148,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   // From the last part to the first: what was read last is still in L2.
   const part_t part(gridDim.x - 1 - blockIdx.x, layout.row_length);
   const work_t work(x, where, out, layout, part);
-  const merge_t merge{keys_t(layout)};
+  const combine_t combine{keys_t(layout)};
   running_t<acc_t> sum;
   for (int i = lane(); i < kParts; i += kLanes) {
-    sum = merge(sum, sum_of(partial[part.row * kParts + i]));
+    sum = combine(sum, sum_of(partial[part.row * kParts + i]));
   }
-  sum = group_reduce<kLanes>(sum, merge);
+  sum = group_reduce<kLanes>(sum, combine);
   if constexpr (finish_in_powers_t::kTakes) {
     if (finish_in_powers_t::takes(sum.l.value, sum.m)) {
       write(work, finish_in_powers_t(sum.l.value, sum.m));

@@ -70,7 +70,7 @@ def _of_shares(problem, config, values):
 
 
 def _of_held_rows(problem, config, values):
-    """deal_t: positions in a row, also of slots beyond it."""
+    """thread_map_t: positions in a row, also of slots beyond it."""
     slots = values["CLUSTER"] * values["LANES"] * (values["HELD"] + values["PARKED"])
     yield "elements of a row", problem.row_length + slots
 

@@ -240,7 +240,6 @@ NARROWED = {
         "int(part * kPart)": "elements of a row",
     },
     "logsumexp/rows.cu": {
-        "int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t))": OF_VECTOR,
         "int(length)": OF_VECTOR,
         "int((length - head) / kVector)": "vectors of a row",
         "int(length - head - (long long)vectors * kVector)": OF_VECTOR,

@@ -26,6 +26,8 @@ from cupyflash._attention.row_sums import is_whole
 
 # Bytes of a box: scores, what it reads, and what it adds.
 _BOX_BYTES = 1 << 20
+# Numbers of k up to which a correction costs less than to see whether it matters.
+_FEW_NUMBERS = 256
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -150,14 +152,16 @@ class EntryGradients(Entries):
                 return None
             dk = product(ds.swapaxes(-1, -2), q)
             dv = product(p.swapaxes(-1, -2), dout)
-        sum_ds, sum_p = (np.add.reduce(x, -1, None, None, True) for x in (terms, p))
+        sum_ds, sum_p = _row_sums(terms), _row_sums(p)
         if of_sink is not None:
             sum_ds -= of_sink * delta
             sum_p += of_sink
         missing = down - sum_ds
         has_sum = is_whole(sum_p, lse) & np.isfinite(missing)
         missing = np.where(has_sum, missing, 0)
-        matters = self._matters(missing, k, dq, exact)
+        matters = has_sum
+        if k.shape[-2] * k.shape[-1] > _FEW_NUMBERS:
+            matters = has_sum & self._matters(missing, k, dq, exact)
         if matters.any():
             share = np.where(matters, missing, 0) / np.where(has_sum, sum_p, 1)
             weights = p if slope is None else p * slope
@@ -198,11 +202,9 @@ class EntryGradients(Entries):
     def _products_with_out(self, dout, here, scratch, exact):
         """The sums of dO * out."""
         out = self._load(scratch, "out", self._out[here])
-        terms = scratch.array("terms", out.shape, self.dtype)
-        np.multiply(dout, out, out=terms)
         if exact:  # a row that sees no key has out = 0, whatever flows into it
-            np.copyto(terms, 0, where=out == 0)
-        return np.add.reduce(terms, -1, None, None, True)
+            dout = np.where(out == 0, 0, dout)
+        return np.einsum("...d,...d->...", dout, out)[..., None]
 
     def _down(self, here, visible):
         """The gradient of lse, 0 without one.
@@ -223,6 +225,13 @@ class EntryGradients(Entries):
             k, dq = (np.where(np.isfinite(x), x, 0) for x in (k, dq))
         lost = _largest(missing) * _largest(k)
         return lost > MAY_BE_LOST[self.problem.dtype] * _largest(dq)
+
+
+def _row_sums(x):
+    """The sums over keys; of rows that lie in lines of memory by BLAS, in a third."""
+    if x.strides[-1] == x.itemsize and x.shape[-1] > 1:
+        return product(x, np.ones((x.shape[-1], 1), x.dtype))
+    return np.add.reduce(x, -1, None, None, True)
 
 
 def _largest(x):

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from cupyflash._attention import functions, vjp_problem
+from cupyflash._attention import functions
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.vjp_problem import AttentionGrads, AttentionVjpProblem
 from cupyflash._core import arrays, foreign_names
@@ -550,10 +550,10 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
     if functions.given(score, score_arrays, mask, mask_arrays) or need_dscore:
         arguments += score, score_arrays, mask_arrays, need_dscore
         if not arrays.lives_on_gpu(q):
-            return _cpu_vjp().run(*vjp_problem.attention_vjp(*arguments))
+            return _cpu_vjp().attention_vjp(*arguments)
     if arrays.is_cupy(q):
         return _gpu_vjp().attention_vjp(*arguments)
     if arrays.lives_on_gpu(q):
         arrays.import_cupy()
         return _gpu_vjp().unplanned(*arguments)
-    return _cpu_vjp().run(*vjp_problem.attention_vjp(*arguments))
+    return _cpu_vjp().attention_vjp(*arguments)

@@ -190,13 +190,16 @@ def attention_vjp(
         deterministic=bool(deterministic),
         need_dscore=functions.names_of_gradients(need_dscore, operands.functions),
     )
-    out, dout = (heads_first(a[name], layout) for name in ("out", "dout"))
-    lse, dlse = (
-        x if x is None or forward.heads_axis else x[None] for x in (a["lse"], a["dlse"])
-    )
-    return problem, AttentionVjpOperands(
-        operands._replace(out=out), dout=dout, lse=lse, dlse=dlse
-    )
+    outside = a["dout"], a["out"], a["lse"], a["dlse"]
+    return problem, views(forward, operands, *outside)
+
+
+def views(forward, operands, dout, out, lse, dlse) -> AttentionVjpOperands:
+    """The operands of a call with those of the forward call."""
+    out, dout = (heads_first(x, forward.layout) for x in (out, dout))
+    lse, dlse = (x if x is None or forward.heads_axis else x[None] for x in (lse, dlse))
+    operands = operands._replace(out=out)
+    return AttentionVjpOperands(operands, dout=dout, lse=lse, dlse=dlse)
 
 
 def _check_flags(**flags):

@@ -24,7 +24,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupyflash._attention.cpu import backward_entries, entries, functions
+from cupyflash._attention import vjp_problem
+from cupyflash._attention.cpu import backward_entries, checked, entries, functions
 from cupyflash._attention.cpu.block import (
     Part,
     Task,
@@ -42,6 +43,29 @@ from cupyflash._core import threads as _threads
 
 # Numbers that are added up at a time; Ctrl-C waits for each step.
 _ADDED = 1 << 20
+
+
+_checked: dict = {}
+
+
+def attention_vjp(*arguments):
+    """attention_vjp() of NumPy arrays; one like a call before needs no checks."""
+    dout, q, k, v, out, lse, bias, mask, *rest = arguments
+    key = checked.key_of(q, dout, k, v, out, lse, bias, mask, *rest)
+    problem = _checked.get(key)
+    if problem is None:
+        problem, operands = vjp_problem.attention_vjp(*arguments)
+        if key is not None:
+            checked.remember(_checked, key, problem)
+        return run(problem, operands)
+    _, _, query_offset, _, _, sinks, slopes, query_lengths, key_lengths, *rest = rest
+    inputs = checked.operands_of(
+        problem.forward, q, k, v, bias, mask, sinks, slopes, query_offset,
+        query_lengths, key_lengths,
+    )  # fmt: skip
+    dlse = rest[3]
+    operands = vjp_problem.views(problem.forward, inputs, dout, out, lse, dlse)
+    return run(problem, operands)
 
 
 def run(problem, operands, row_sums=None):

@@ -111,8 +111,32 @@ def _is_small_for_blas(problem):
     return small_dot and work <= _SMALL_FOR_BLAS[not narrow]
 
 
+def is_one_box(problem):
+    """Whether a problem is one box, which the calling thread computes."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    entries = math.prod(problem.batch) * problem.num_heads
+    return (
+        takes(problem)
+        and problem.method in ("auto", "tiled")
+        and 0 < entries * rows * keys <= _scores_of_a_box(problem)
+        and _rows_of_a_box(problem) == rows
+        and num_threads(problem) == 1
+    )
+
+
+def run_one_box(problem, operands, out, lse):
+    """Compute the only box."""
+    entries = Entries(problem, operands, out, lse)
+    box = tuple(slice(0, n) for n in (*entries.shape, problem.seqlen_q))
+    run = _threads.silently if _is_small_for_blas(problem) else _threads.run_with_blas
+    run(entries.compute, box, _threads.Scratch())
+
+
 def run(problem, operands, out, lse):
     """Compute all boxes."""
+    if is_one_box(problem):
+        run_one_box(problem, operands, out, lse)
+        return
     entries = Entries(problem, operands, out, lse)
     size, rows = shape_of_a_box(problem)
     boxes = [
@@ -120,11 +144,7 @@ def run(problem, operands, out, lse):
         for index in boxes_of(entries.shape, size)
         for start in range(0, problem.seqlen_q, rows)
     ]
-    if len(boxes) == 1 and _is_small_for_blas(problem):
-        with np.errstate(all="ignore"):
-            entries.compute(boxes[0], _threads.Scratch())
-    else:
-        _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
+    _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
 
 
 def _lies_side_by_side(problem):
@@ -175,6 +195,17 @@ def _weigh(s, v, o, sink, hides):
     return np.divide(o, divisor, o), base, d, divisor
 
 
+def _visible_keys(problem, offset, start, stop):
+    """(first, last) of the keys that rows [start, stop) may see by their bounds."""
+    first, last = 0, problem.seqlen_k
+    if isinstance(offset, int):
+        if problem.left is not None:
+            first = min(max(0, start + offset - problem.left), last)
+        if problem.right is not None:
+            last = max(first, min(last, stop + offset + problem.right))
+    return first, last
+
+
 def is_finite(x):
     """Whether all of x is finite, and its squares are: they do not cancel."""
     flat = x.ravel()
@@ -184,26 +215,25 @@ def is_finite(x):
 class Direct:
     """A call of one box in the calling thread, which needs no checks: one had them.
 
-    It does what `Entries.compute` does, for contiguous arrays and few options.
+    It does what `Entries.compute` does, for contiguous arrays and most options.
     """
 
     @staticmethod
     def takes(problem, q, k):
         """Whether calls like this one can be made this way."""
-        rows, keys = problem.seqlen_q, problem.seqlen_k
-        entries = math.prod(problem.batch) * problem.num_heads
         return (
-            takes(problem)
-            and problem.method in ("auto", "tiled")
-            and 0 < entries * rows * keys <= _scores_of_a_box(problem)
-            and _rows_of_a_box(problem) == rows
-            and num_threads(problem) == 1
+            is_one_box(problem)
             and problem.dtype == problem.compute_dtype
             and problem.num_heads == problem.num_kv_heads
             and problem.layout == "bhsd"
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
-            and not (problem.softcap or problem.return_lse)
+            and not (problem.query_lengths or problem.key_lengths)
+            and problem.query_offset != "array"
+            # Entries.compute reads the keys alone that some row may see.
+            and _visible_keys(problem, problem.query_offset, 0, problem.seqlen_q)
+            == (0, problem.seqlen_k)
+            and (problem.heads_axis or not (problem.sinks or problem.alibi_slopes))
             # No batch axis of v alone.
             and np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
             == problem.out_shape[:-2]
@@ -223,17 +253,25 @@ class Direct:
             hidden |= np.arange(keys) < diagonal - problem.left
         if problem.right is not None:
             hidden |= np.arange(keys) > diagonal + problem.right
-        # Rows that see no key see all here, and become 0.
+        self._may_hide = bool(problem.mask_function or problem.mask)
         blind = hidden.all(axis=1)
-        self._blind_rows = blind if blind.any() else None
-        hidden[blind] = False
+        self._blind_rows = None
+        if blind.any() and (problem.return_lse or problem.sinks):
+            self._may_hide = True
+        elif blind.any():  # see all keys here, and become 0
+            self._blind_rows = blind
+            hidden[blind] = False
         self._hidden = None
         if hidden.any():
             order = "F" if self._side_by_side else "C"
             self._hidden = np.where(hidden, -np.inf, 0).astype(problem.dtype, order)
         self._is_small_for_blas = _is_small_for_blas(problem)
         self._dtype = np.dtype(problem.dtype)
-        self._may_hide = problem.mask_function is not None
+        self._cap = self._dtype.type(problem.softcap)
+        self._return_lse = problem.return_lse
+        self._distance = None
+        if problem.alibi_slopes:
+            self._distance = np.abs(diagonal - np.arange(keys)).astype(self._dtype)
         self._places = None
         if problem.has_functions:
             b = _numbers(problem.batch)[..., None, None, None]
@@ -241,16 +279,17 @@ class Direct:
             b, h = (x.item() if x.size == 1 else x for x in (b, h))
             self._places = positions(b, h, problem.query_offset, rows, 0, keys)
 
-    def __call__(self, q, k, v, bias, functions=None):
-        """The result, or None where it takes the long way."""
+    def __call__(
+        self, q, k, v, bias, functions=None, mask=None, sinks=None, alibi_slopes=None
+    ):
+        """(out, lse or None), or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
-        if self._is_small_for_blas:
-            return _threads.silently(self._compute, q, k, v, bias, functions)
-        return _threads.run_with_blas(self._compute, q, k, v, bias, functions)
+        run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
+        return run(self._compute, q, k, v, bias, functions, mask, sinks, alibi_slopes)
 
-    def _compute(self, q, k, v, bias, functions):
+    def _compute(self, q, k, v, bias, functions, mask, sinks, slopes):
         if self._folds:
             q = np.multiply(q, self._factor)
         elif self._may_be_square and np.may_share_memory(q, k):
@@ -261,6 +300,8 @@ class Direct:
             s = np.matmul(q, k.swapaxes(-1, -2))
         if not self._folds:
             np.multiply(s, self._factor, s)
+        if self._cap:
+            np.multiply(np.tanh(np.divide(s, self._cap, s), s), self._cap, s)
         if functions is not None:
             functions = TileFunctions(functions, self._places, self._dtype, _all_pairs)
             try:
@@ -270,14 +311,26 @@ class Direct:
                 return None
         if bias is not None:
             np.add(s, bias, s)
+        if slopes is not None:
+            slopes = slopes.astype(self._dtype)[..., None, None]
+            np.subtract(s, slopes * self._distance, s)
         if self._hidden is not None:
             np.add(s, self._hidden, s)
-        out, *_ = _weigh(s, v, None, None, self._may_hide)
+        if mask is not None:
+            np.copyto(s, -np.inf, where=~mask)
+        if sinks is not None:  # far below float32 there is no sink
+            sinks = sinks.astype(self._dtype)[..., None, None]
+        out, base, d, _ = _weigh(s, v, None, sinks, self._may_hide)
         if self._blind_rows is not None:
             out[..., self._blind_rows, :] = 0
         # What overflows takes the long way, too, as do rows that see no key by their
         # bias: they are NaN.
-        return out if is_finite(out) else None
+        if not is_finite(out):
+            return None
+        if not self._return_lse:
+            return out, None
+        np.add(base, np.log(d, dtype=np.float64), out=d, casting="unsafe")
+        return out, d[..., 0]
 
 
 def _all_pairs():
@@ -427,14 +480,7 @@ class Entries:
 
     def _visible_keys(self, rows):
         """Keys that a row may see; of rows alone, not of lengths, which differ."""
-        problem, offset = self.problem, self._offset
-        first, last = 0, problem.seqlen_k
-        if isinstance(offset, int):
-            if problem.left is not None:
-                first = min(max(0, rows.start + offset - problem.left), last)
-            if problem.right is not None:
-                last = max(first, min(last, rows.stop + offset + problem.right))
-        return first, last
+        return _visible_keys(self.problem, self._offset, rows.start, rows.stop)
 
     def _finish(self, s, entries, rows, first, last, scratch):
         """Softcap, score function, bias, alibi and masks, in place."""

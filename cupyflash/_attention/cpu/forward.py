@@ -3,7 +3,7 @@
 import numpy as np
 
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.cpu import entries, functions, tiled
+from cupyflash._attention.cpu import checked, entries, functions, tiled
 from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
@@ -13,7 +13,7 @@ from cupyflash._attention.cpu.block import (
     times_values,
 )
 from cupyflash._attention.functions import bind
-from cupyflash._attention.problem import AttentionOperands, MergeProblem, heads_first
+from cupyflash._attention.problem import MergeProblem, heads_first
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
 
@@ -26,10 +26,10 @@ _ONLINE_ROWS = 1024
 _ONLINE_RUN = 64
 
 
-# What has been checked, by the shapes and options of the arguments: the problem, and
-# how to make the call at once if one thread makes it.
+# What has been checked, by the shapes and options of the arguments: the problem, how to
+# make the call at once if one thread makes it, and what computes it, if that is known.
 _checked: dict = {}
-_MOST_CHECKED = 1024
+_UNKNOWN = None, None, None
 
 
 def attention(
@@ -67,7 +67,7 @@ def attention(
         given, mask = bind(q, score, score_arrays, mask, mask_arrays)
     if (
         type(q) is type(k) is type(v) is np.ndarray
-        and (bias is None or (type(bias) is np.ndarray and _is_narrow(bias, q)))
+        and (bias is None or (type(bias) is np.ndarray and checked.is_narrow(bias, q)))
         and mask is query_offset is window is sinks is alibi_slopes is out is None
         and query_lengths is key_lengths is None
         and return_lse is False
@@ -83,45 +83,38 @@ def attention(
         if given is not None:
             given, of_functions = functions.without_options(given, softcap)
             key += of_functions
-        problem, direct = _checked.get(key, (None, None))
+        problem, direct, compute = _checked.get(key, _UNKNOWN)
         if direct is not None:
             result = direct(q, k, v, bias, given)
             if result is not None:
-                return result, None
+                return result
         if problem is not None:
-            operands = _views(problem, q, k, v, bias)
-            return run(problem, operands._replace(functions=given))
+            operands = checked.operands_of(problem, q, k, v, bias)
+            return run(problem, operands._replace(functions=given), compute)
+    elif given is None and out is None:
+        key = checked.key_of(*arguments)
+        problem, direct, compute = _checked.get(key, _UNKNOWN)
+        if direct is not None:
+            result = direct(q, k, v, bias, None, mask, sinks, alibi_slopes)
+            if result is not None:
+                return result
+        if problem is not None:
+            operands = checked.operands_of(
+                problem, q, k, v, bias, mask, sinks, alibi_slopes, query_offset,
+                query_lengths, key_lengths,
+            )  # fmt: skip
+            return run(problem, operands, compute)
     problem, operands = attention_problem.attention(*arguments)
     problem, operands = functions.as_options(problem, operands)
     if key is not None:
         takes = entries.Direct.takes(problem, q, k)
         direct = entries.Direct(problem) if takes else None
-        if len(_checked) >= _MOST_CHECKED:
-            _checked.clear()
-        _checked[key] = problem, direct
+        compute = entries.run_one_box if entries.is_one_box(problem) else None
+        checked.remember(_checked, key, (problem, direct, compute))
     return run(problem, operands)
 
 
-def _is_narrow(bias, q):
-    """Whether scores have all numbers of the bias, so that no value is checked."""
-    return bias.dtype.itemsize <= max(4, q.dtype.itemsize)
-
-
-def _views(problem, q, k, v, bias):
-    """Operands as the checks make them."""
-    q, k, v = (heads_first(x, problem.layout) for x in (q, k, v))
-    batch = problem.batch
-    q, k, v = (
-        x if x.shape[:-3] == batch else np.broadcast_to(x, batch + x.shape[-3:])
-        for x in (q, k, v)
-    )
-    if bias is not None:
-        shape = (*batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-        bias = np.broadcast_to(bias, shape)
-    return AttentionOperands(q, k, v, bias)
-
-
-def run(problem, operands):
+def run(problem, operands, compute=None):
     """Compute attention on the host: (out, lse)."""
     problem, operands = functions.as_options(problem, operands)
     out = operands.given_out
@@ -133,7 +126,7 @@ def run(problem, operands):
         if heads_out is None:
             heads_out = heads_first(out, problem.layout)
         heads_lse = lse if problem.heads_axis else lse[None]
-        _method(problem)(problem, operands, heads_out, heads_lse)
+        (compute or _method(problem))(problem, operands, heads_out, heads_lse)
     return out, lse
 
 

@@ -18,7 +18,8 @@ from accuracy import max_error
 
 import cupyflash
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.cpu import block, entries, tiled
+from cupyflash._attention.cpu import backward as vjp_cpu
+from cupyflash._attention.cpu import block, checked, entries, tiled
 from cupyflash._attention.cpu import forward as attention_cpu
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._core import threads
@@ -36,6 +37,7 @@ def arrays(rng, batch, rows, keys, dim, dtype="float32", heads=1, kv_heads=1):
 @pytest.fixture(autouse=True)
 def no_call_is_known(monkeypatch):
     monkeypatch.setattr(attention_cpu, "_checked", {})
+    monkeypatch.setattr(vjp_cpu, "_checked", {})
 
 
 # --- boxes of entries ----------------------------------------------------------------
@@ -114,8 +116,81 @@ def test_a_known_call_keeps_the_checks(rng):
         cupyflash.attention(q, k.astype(np.float64), v)
 
 
+OPTIONS_OF_A_KNOWN_CALL = {
+    "window": {"window": 2},
+    "left": {"window": (1, None), "causal": True},
+    "offset": {"query_offset": -2, "causal": True},
+    "far": {"query_offset": 1 << 62, "window": 1},
+    "offsets": {"query_offset": np.array([[1], [-3]]), "causal": True},
+    "softcap": {"softcap": 3.0},
+    "mask": {"mask": np.arange(7) % 3 > 0},
+    "no key": {"mask": np.zeros((5, 7), bool), "sinks": np.ones(1)},
+    "sinks": {"sinks": np.array([0.5, -1, -np.inf], np.float32), "causal": True},
+    "alibi": {"alibi_slopes": np.array([0.5, 0.25, 1], np.float32), "query_offset": 3},
+    "key lengths": {"key_lengths": np.array([[7], [2]]), "causal": True},
+    "lengths": {"query_lengths": np.array([[5], [0]]), "key_lengths": np.array(3)},
+    "bias": {"bias": np.linspace(-1, 1, 7, dtype=np.float32), "scale": -0.3},
+    "layout": {"layout": "bshd", "window": (0, 3)},
+}
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("kv_heads", [3, 1])
+@pytest.mark.parametrize("name", OPTIONS_OF_A_KNOWN_CALL)
+def test_a_known_call_gives_what_the_first_gave(rng, name, kv_heads, return_lse, bad):
+    """Few of its steps are those of the first; each result is the same to the bit."""
+    options = dict(OPTIONS_OF_A_KNOWN_CALL[name])
+    q, k, v = rng.normal(size=(3, 2, 1, 3, 7, 4)).astype(np.float32)
+    q, k, v = q[..., :5, :], k[:, :, :kv_heads], v[:, :, :kv_heads]
+    if options.get("layout") == "bshd":
+        q, k, v = (x.swapaxes(-2, -3) for x in (q, k, v))
+    q, k, v = (x.copy() for x in (q, k, v))
+
+    def call(*arrays):
+        found = cupyflash.attention(*arrays, return_lse=return_lse, **options)
+        return found if return_lse else (found,)
+
+    call(q, k, v)  # makes it known
+    if bad is not None:
+        q.reshape(-1)[3], k.reshape(-1)[-1], v.reshape(-1)[5] = bad, bad, bad
+    known = call(q, k, v)
+    attention_cpu._checked.clear()
+    # Of other memory order, so that none is quick.
+    first = call(*(np.asfortranarray(x) for x in (q, k, v)))
+    for a, b in zip(known, first, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_a_known_call_looks_at_lengths(rng):
+    q, k, v = arrays(rng, 2, 3, 5, 8)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    for _ in range(2):
+        for length, match in ((5, None), (6, "key_lengths must be"), (-1, "from 0 to")):
+            for call in (
+                lambda n: cupyflash.attention(q, k, v, key_lengths=n),
+                lambda n: cupyflash.attention_vjp(
+                    out, q, k, v, out, lse, key_lengths=n
+                ),
+            ):
+                lengths = np.array([length, 1])
+                if match is None:
+                    call(lengths)
+                    continue
+                with pytest.raises(ValueError, match=match):
+                    call(lengths)
+
+
+def test_numbers_beyond_float32_are_refused_in_a_known_call(rng):
+    q, k, v = arrays(rng, 1, 3, 5, 8)
+    cupyflash.attention(q, k, v, sinks=np.ones(1))
+    with pytest.raises(ValueError, match="sinks must be finite in float32"):
+        cupyflash.attention(q, k, v, sinks=np.full(1, 1e300))
+
+
 def test_known_calls_do_not_pile_up(rng, monkeypatch):
-    monkeypatch.setattr(attention_cpu, "_MOST_CHECKED", 5)
+    monkeypatch.setattr(checked, "_MOST", 5)
     for n in range(1, 30):
         cupyflash.attention(*arrays(rng, 1, n, 3, 2))
         assert len(attention_cpu._checked) <= 5

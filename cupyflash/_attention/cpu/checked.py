@@ -1,0 +1,81 @@
+"""Checks of calls on NumPy arrays, which calls like an earlier one do not need."""
+
+from typing import Any
+
+import numpy as np
+
+from cupyflash._attention.problem import (
+    AttentionOperands,
+    check_lengths,
+    heads_first,
+)
+
+_MOST = 1024
+_PLAIN = frozenset((type(None), bool, int, float, str))
+
+
+def remember(table, key, found):
+    """Put what was found into a table, which stays small: it is cheap to find again."""
+    if len(table) >= _MOST:
+        table.clear()
+    table[key] = found
+
+
+def is_narrow(x, q):
+    """Whether scores have all numbers of an array, so that no value is checked."""
+    return x.dtype.itemsize <= max(4, q.dtype.itemsize)
+
+
+def key_of(q, *others):
+    """All that the checks of a call depend on, or None if they look at more.
+
+    Of arrays that is the shape and the dtype; `operands_of` looks at lengths. The
+    numbers of a float64 array may be too large for float32 scores.
+    """
+    if type(q) is not np.ndarray:
+        return None
+    key: list[Any] = [q.shape, q.dtype]
+    for x in others:
+        kind = type(x)
+        if kind is np.ndarray:
+            if x.dtype.kind == "O" or (x.dtype.kind == "f" and not is_narrow(x, q)):
+                return None
+            key += x.shape, x.dtype
+        elif kind in _PLAIN:
+            key += kind, x
+        elif kind is tuple and _PLAIN.issuperset(map(type, x)):
+            key += *map(type, x), x
+        else:
+            return None
+    return tuple(key)
+
+
+def operands_of(
+    problem, q, k, v, bias=None, mask=None, sinks=None, alibi_slopes=None,
+    query_offset=None, query_lengths=None, key_lengths=None,
+):  # fmt: skip
+    """Operands of a problem as the checks make them."""
+    q, k, v = (heads_first(x, problem.layout) for x in (q, k, v))
+    batch, heads = problem.batch, (problem.num_heads,)
+    scores = (*batch, *heads, problem.seqlen_q, problem.seqlen_k)
+    if query_lengths is not None:
+        check_lengths("query_lengths", query_lengths, "seqlen_q", problem.seqlen_q)
+    if key_lengths is not None:
+        check_lengths("key_lengths", key_lengths, "seqlen_k", problem.seqlen_k)
+    if problem.query_offset != "array":
+        query_offset = None
+    return AttentionOperands(
+        *(_view(x, batch + x.shape[-3:]) for x in (q, k, v)),
+        _view(bias, scores),
+        _view(mask, scores),
+        _view(sinks, heads),
+        _view(alibi_slopes, batch + heads),
+        _view(query_offset, batch),
+        _view(query_lengths, batch),
+        _view(key_lengths, batch),
+    )
+
+
+def _view(x, shape):
+    """`x`, None or not, over `shape`."""
+    return x if x is None or x.shape == shape else np.broadcast_to(x, shape)

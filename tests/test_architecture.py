@@ -11,7 +11,7 @@ import cupyflash
 PACKAGE = Path(cupyflash.__file__).parent
 
 # Package -> what it may import, itself left out. __init__.py, __main__.py and
-# _explain.py, which stand above, may import all but CuPy; scores.py imports nothing.
+# _explain.py, which stand above, may import all but CuPy; scores imports nothing else.
 PACKAGES = {
     "_cli": {"", "_attention", "_softmax", "_points", "_reference", "_cuda", "_core"},
     "_reference": {"_attention", "_cuda", "_core"},
@@ -284,6 +284,12 @@ def test_public_packages_import_checks_and_functions(package):
                 assert below(imported, package) or imported in PUBLIC[package], module
 
 
+def test_scores_stand_alone():
+    for module in modules():
+        if below(module, "scores"):
+            assert all(below(imported, "scores") for imported in imports(module)[0])
+
+
 def test_only_these_modules_import_cupy():
     wrong = []
     for module in modules():
@@ -330,10 +336,9 @@ def top_imports(module):
 
 
 def test_the_top_is_small():
-    """Beside packages, the package's own folder holds four modules."""
+    """Beside packages, the package's own folder holds three modules."""
     names = {path.name for path in PACKAGE.glob("*.py")}
-    assert names == {"__init__.py", "__main__.py", "_explain.py", "scores.py"}
-    assert not imports("scores")[0]
+    assert names == {"__init__.py", "__main__.py", "_explain.py"}
     assert all(
         (path / "__init__.py").exists()
         for path in PACKAGE.rglob("*")

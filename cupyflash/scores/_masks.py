@@ -1,0 +1,107 @@
+"""Mask functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
+    """Mask of `left` keys before a query, its own, and `right` after, as ``window=``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import attention, scores
+    >>> q = k = v = np.eye(3)
+    >>> out = attention(q, k, v, mask=scores.sliding_window(1))
+    >>> bool(np.allclose(out, attention(q, k, v, window=(1, 0))))
+    True
+    """
+    return lambda i, j: (i - j <= left) & (j - i <= right)
+
+
+def prefix_lm(b: Any, i: Any, j: Any, *, prefix: Any) -> Any:
+    """Mask of the keys of a prefix, which all queries see, and of those before.
+
+    Parameters
+    ----------
+    b, i, j
+        Given by `attention`.
+    prefix : array of int, shape (batch,)
+        Length of the prefix of each batch entry [1]_, in ``mask_arrays=``.
+
+    References
+    ----------
+    .. [1] C. Raffel et al., "Exploring the limits of transfer learning with a unified
+       text-to-text transformer", arXiv:1910.10683, 2019, figure 4.
+    """
+    return (j <= i) | (j < prefix[b])
+
+
+def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
+    """Mask of the keys of the same document, where several share a sequence.
+
+    Parameters
+    ----------
+    b, i, j
+        Given by `attention`.
+    documents : array of int, shape (batch, seqlen)
+        The document at each position, in ``mask_arrays=``. If documents are contiguous,
+        tiles that belong to two of them are skipped.
+    """
+    return documents[b, i] == documents[b, j]
+
+
+def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
+    """Mask of each `dilation`-th key before a query, `count` of them, and its own.
+
+    As described in [1]_.
+
+    References
+    ----------
+    .. [1] I. Beltagy et al., "Longformer: the long-document transformer",
+       arXiv:2004.05150, 2020, section 3.1.
+    """
+
+    def mask(i, j):
+        back = i - j
+        return (back >= 0) & (back <= count * dilation) & (back % dilation == 0)
+
+    return mask
+
+
+def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
+    """Mask of a square of pixels around a pixel, for an image stored row by row.
+
+    As described in [1]_.
+
+    At the border the square is moved, so that every pixel sees ``kernel**2`` of them.
+
+    Parameters
+    ----------
+    height, width : int
+        Of the image; sequences have ``height * width`` positions.
+    kernel : int
+        Side of the square, odd.
+
+    References
+    ----------
+    .. [1] A. Hassani et al., "Neighborhood attention transformer", arXiv:2204.07143,
+       2022.
+    """
+    if kernel % 2 == 0 or not 0 < kernel <= min(height, width):
+        raise ValueError(
+            f"kernel must be odd and at most the height and the width, got {kernel} "
+            f"for {height} x {width}"
+        )
+    half = kernel // 2
+
+    def near(x, y, size):
+        return abs(np.clip(x, half, size - 1 - half) - y) <= half
+
+    def mask(i, j):
+        rows = near(i // width, j // width, height)
+        return rows & near(i % width, j % width, width)
+
+    return mask

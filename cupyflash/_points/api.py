@@ -23,6 +23,13 @@ def backend(problem):
     return _cpu() if problem.backend == "numpy" else _gpu()
 
 
+def kept_kernel(x, y, epsilon, squared_diameter, tol):
+    """The kernel matrix of two NumPy clouds, where it may be kept, or None."""
+    from cupyflash._points.cpu import scaled_kernel
+
+    return scaled_kernel.kept(x, y, epsilon, squared_diameter, tol)
+
+
 def run(problem, is_vector=False):
     """(out, lse) of a problem; values that were a vector give a vector."""
     out, lse = backend(problem).compute(problem)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupyflash import points
+from cupyflash._points.cpu import scaled_kernel
 from cupyflash.points import _sinkhorn
 from tests.points.test_gradients import differences
 
@@ -79,6 +80,14 @@ def test_small_epsilon_finds_the_assignment():
     rows, columns = linear_sum_assignment(costs(x, y))
     exact = costs(x, y)[rows, columns].mean()
     assert found.value == pytest.approx(exact, abs=5e-3)
+
+
+def test_small_epsilon_between_few_points():
+    """Where epsilon falls too fast, a thousand iterations do not make up for it."""
+    x, y, a, b = problem(100, 100)
+    found = points.sinkhorn(x, y, a, b, epsilon=3e-3)
+    assert found.converged
+    assert found.iterations < 600
 
 
 def test_unbalanced():
@@ -262,8 +271,55 @@ def test_points_are_finite():
         points.sinkhorn(np.zeros((2, 1)), x, epsilon=1.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("reach", [None, 0.5])
+@pytest.mark.parametrize("epsilon", [0.5, 0.02, 5e-3])
+def test_with_and_without_the_matrix(epsilon, reach, dtype, monkeypatch):
+    """In all ranges of its entries, far from the origin, with points of no weight."""
+    x, y, a, b = problem()
+    b[5] = 0.0
+    x, y = ((z + 1000).astype(dtype) for z in (x, y))
+    a, b = (w.astype(dtype) for w in (a, b / b.sum()))
+    tol = 1e-4 if dtype == "float32" else 1e-9
+    options = {"epsilon": epsilon, "reach": reach, "tol": tol, "max_iter": 5000}
+    made = []
+    make = scaled_kernel.ScaledKernel.make
+    monkeypatch.setattr(
+        scaled_kernel.ScaledKernel,
+        "make",
+        lambda kernel, at: made.append(1) or make(kernel, at),
+    )
+    kept = points.sinkhorn(x, y, a, b, **options)
+    count = len(made)
+    assert 0 < count < (20 if epsilon > 0.01 else 500)
+    monkeypatch.setattr(scaled_kernel, "MOST_BYTES", 0)
+    without = points.sinkhorn(x, y, a, b, **options)
+    assert len(made) == count
+    for found in (kept, without):
+        assert found.converged
+        assert found.f.dtype == dtype
+    if reach is None:
+        noise = 2 * tol + 1e-7 / epsilon * (dtype == "float32")
+        assert abs(kept.plan.marginal() - a).sum() < noise
+        assert abs(kept.plan.T.marginal() - b).sum() < noise
+    assert float(kept.value) == pytest.approx(float(without.value), rel=10 * tol)
+
+
+def test_a_matrix_of_too_small_entries_is_not_used():
+    """Without a matrix that has digits there, log-sums take over."""
+    x = np.array([[0.0], [1.0]])
+    kernel = scaled_kernel.ScaledKernel(x, x + 1e3, 1.0)
+    nothing = [np.zeros(2)] * 2
+    assert kernel.log_sums(1, nothing, np.ones(2)) is None
+    kernel = scaled_kernel.ScaledKernel(x, x, 1.0)
+    expected = np.log(np.exp(-((x - x.T) ** 2)) @ [1.0, 2.0])
+    found = kernel.log_sums(1, nothing, np.array([1.0, 2.0]))
+    np.testing.assert_allclose(found, expected, atol=1e-15)
+
+
 def test_first_iterations_in_float32_cost_no_digit(monkeypatch):
     """Far from the origin, where float32 could not hold the points."""
+    monkeypatch.setattr(scaled_kernel, "MOST_BYTES", 0)
     rng = np.random.default_rng(4)
     x, y = (rng.random((n, 2)) + 1e6 for n in (60, 80))
     dtypes = []

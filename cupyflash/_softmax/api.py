@@ -303,9 +303,12 @@ def logsumexp(
     Notes
     -----
     `a` is read once. An empty sum, or one of -inf only, gives -inf; a +inf gives inf.
-    With weights of both signs the error is relative to ``sum(abs(b) * exp(a))``. With
-    infinite scores or weights the sum is what floating point makes of ``b * exp(a)``;
-    a real weight multiplies both parts of a complex number.
+    In float64 the error is at most 1e-15 times the result or 1, whichever is larger; on
+    NumPy, 2 units in the last place for up to 16 numbers without weights, unless the
+    result is within 1e-3 of 0. With weights of both signs the error is relative to
+    ``sum(abs(b) * exp(a))``. With infinite scores or weights the sum is what floating
+    point makes of ``b * exp(a)``; a real weight multiplies both parts of a complex
+    number.
 
     Results have the same shape and dtype as SciPy's, with these exceptions: `keepdims`
     with a 0-d array gives a 0-d result, as in NumPy's reductions (SciPy: shape (1,));

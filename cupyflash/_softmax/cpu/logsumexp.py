@@ -19,6 +19,10 @@ from cupyflash._softmax.cpu.blocks import (
 # that it shows would be lost.
 _NEAR_ZERO = {"float64": 1.0}
 _NEAR_ZERO_IF_NARROW = 2.0**-20
+# Sums of so few terms have small logarithms, in which each rounding of the sum shows.
+_FEW_TERMS = 16
+# Added to a number of at most 1 and taken away again, it leaves a multiple of 2^-40.
+_TO_40_BITS = 1.5 * 2.0**12
 
 
 def work_dtype(problem):
@@ -49,7 +53,7 @@ def run(problem, operands, threads):
 def small(plan, x):
     """log sum exp(x) of a small array, by the plan of such calls."""
     problem, block = plan.problem, plan.block(x)
-    states = [_state(block, None, np.float64)]
+    states = [_state(problem, block, None, np.float64)]
     log, _ = _finish(problem, block, [None], states)
     kept = log.reshape([problem.shape[a] for a in plan.kept_axes])
     result = np.empty(problem.result_shape, plan.dtype)
@@ -89,7 +93,7 @@ def _by_blocks(rows, work, logs, totals, threads):
     def one_block(box, scratch):
         block = Block(rows, box, scratch)
         pieces = [block.whole()] if rows.fits else block.pieces()
-        states = [_state(block, piece, work) for piece in pieces]
+        states = [_state(rows.problem, block, piece, work) for piece in pieces]
         log, total = _finish(rows.problem, block, pieces, states)
         logs[box] = log.reshape(logs[box].shape)
         totals[box] = total.reshape(logs[box].shape)
@@ -104,7 +108,8 @@ def _by_pieces(rows, work, logs, totals, threads):
 
     def one_piece(task, scratch):
         r, p = task
-        states[task] = _state(Block(rows, row_boxes[r], scratch), pieces[p], work)
+        block = Block(rows, row_boxes[r], scratch)
+        states[task] = _state(rows.problem, block, pieces[p], work)
 
     def one_row(r, scratch):
         block = Block(rows, row_boxes[r], scratch)
@@ -142,7 +147,7 @@ def _finite_or_zero(m):
     return np.where(np.isfinite(m), m, 0)
 
 
-def _state(block, piece, dtype):
+def _state(problem, block, piece, dtype):
     """(m, sum b exp(x - m)) of each row of a piece; m is finite."""
     x, b = _scores_and_weights(block, piece, dtype)
     m = _finite_or_zero(row_max(x.real))
@@ -151,7 +156,19 @@ def _state(block, piece, dtype):
     e = _weigh(np.exp(x, out=x), b)
     if absent is not None:
         np.copyto(e, 0, where=absent)
-    return m, row_sum(e)
+    few = problem.row_length <= _FEW_TERMS and problem.dtypes["out"] == "float64"
+    return m, _rounded_sum(e) if few and b is None else row_sum(e)
+
+
+def _rounded_sum(e):
+    """Sum of each row of numbers up to 1, as a column; rounded once.
+
+    Numbers of 40 bits add up exactly, and what they lack is too small to matter.
+    """
+    long = e + _TO_40_BITS
+    long -= _TO_40_BITS
+    e -= long
+    return (np.einsum("rc->r", long) + np.einsum("rc->r", e))[:, None]
 
 
 def _finish(problem, block, pieces, states):
@@ -168,6 +185,12 @@ def _finish(problem, block, pieces, states):
     log_of_sum = np.log(np.abs(total))
     log = log_of_sum + top
     if not np.iscomplexobj(total):
+        if problem.dtypes["out"] == "float64":
+            # Where the result is smaller, the logarithm's own rounding shows in it.
+            shows = np.abs(log) < np.abs(log_of_sum)
+            if shows.any():
+                wide = np.log(np.abs(total[shows]).astype(np.longdouble))
+                log[shows] = wide + top[shows]
         near_zero = _NEAR_ZERO.get(problem.dtypes["out"], _NEAR_ZERO_IF_NARROW)
         redo = (np.abs(log) < near_zero) & (total > 0)
         if block.has_weights:  # which may leave nothing of the largest terms

@@ -355,3 +355,42 @@ def test_in_place_with_a_base(dtype):
     expected = cupyflash.softmax(x, axis=-1)
     assert cupyflash.softmax(x, axis=-1, out=x) is x
     np.testing.assert_array_equal(x, expected)
+
+
+# --- logsumexp of short rows in float64 ----------------------------------------------
+
+
+_HAS_LONG_DOUBLES = np.finfo(np.longdouble).eps < 2.0**-60
+
+
+@pytest.mark.skipif(not _HAS_LONG_DOUBLES, reason="nothing to compare with")
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("n", range(2, 17))
+def test_logsumexp_of_short_rows(n, copies):
+    """Right to 2 units in the last place, whether or not the maximum cancels."""
+    rng = np.random.default_rng(n)
+    spreads = ((1, 0), (3, 0), (0.3, 0), (1, -2), (1, -1.5), (0.5, -1.8), (10, -20))
+    x = np.concatenate([rng.normal(at, by, (4000, n)) for by, at in spreads])
+    terms = np.sort(x.astype(np.longdouble), -1)
+    top = terms[:, -1]
+    rest = np.exp(terms[:, :-1] - top[:, None]).sum(-1)
+    exact = top + np.log1p(rest)
+    unit = np.spacing(np.abs(exact).astype(float))
+    y = cupyflash.logsumexp(np.tile(x, (copies, 1)), -1)[: len(x)]
+    error = np.abs(y - exact) / unit
+    assert error[np.abs(exact) > 2**-10].max() <= 2
+    alone = [cupyflash.logsumexp(row) for row in x[::1000]]
+    np.testing.assert_array_equal(alone, y[::1000])
+
+
+def test_logsumexp_near_0():
+    """There long doubles are the limit, if the platform has them."""
+    mpmath = pytest.importorskip("mpmath")
+    rng = np.random.default_rng(0)
+    x = np.log(rng.dirichlet(np.ones(7), 200))
+    y = cupyflash.logsumexp(x, -1)
+    bound = 8 * float(np.finfo(np.longdouble).eps)
+    with mpmath.workprec(200):
+        for row, found in zip(x, y, strict=True):
+            exact = mpmath.log(mpmath.fsum(mpmath.exp(mpmath.mpf(v)) for v in row))
+            assert abs(mpmath.mpf(float(found)) - exact) <= bound, row

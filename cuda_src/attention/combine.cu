@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_merge: combines results over splits of the keys into the result over all.
+// attention_combine: combines results over splits of the keys into the result over all.
 //
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
 //            A split with lse = -inf saw no key and contributes nothing, not even a
@@ -9,7 +9,7 @@
 // Numbers    all in accum_t. Kernels on splits return m and l of lse = m + log l
 //            (SUMS), so that no rounding of lse becomes an error of the weights
 // Limits     none
-#include "attention/merge_params.cuh"
+#include "attention/combine_params.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 
@@ -52,11 +52,11 @@ constexpr int kAtOnce = 8;
 constexpr accum_t kDown = accum_t(0x1p-64);
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    attention_merge(const elem_t* __restrict__ outs,      // (parts, rows, head_dim_v)
-                    const part_lse_t* __restrict__ lses,  // (parts, rows)
-                    out_t* __restrict__ out,              // (rows, head_dim_v)
-                    lse_t* __restrict__ lse,              // (rows), contiguous, or null
-                    const __grid_constant__ merge_params_t params) {
+    attention_combine(const elem_t* __restrict__ outs,      // (parts, rows, head_dim_v)
+                      const part_lse_t* __restrict__ lses,  // (parts, rows)
+                      out_t* __restrict__ out,              // (rows, head_dim_v)
+                      lse_t* __restrict__ lse,  // (rows), contiguous, or null
+                      const __grid_constant__ combine_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long warp = (block * kNumThreads + threadIdx.x) / kWarpSize;
   const long long column_blocks =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_merge_few: as attention_merge, of many rows in up to PARTS splits.
+// attention_combine_few: as attention_combine, of many rows in up to PARTS splits.
 //
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p (exp(lse_p - lse)) out_p. With
 // the
@@ -13,7 +13,7 @@
 // so
 //            few terms are far below a rounding to 16 bits
 // Limits     16 bits, and lses in float; columns are adjacent, and rows whole vectors
-#include "attention/merge_params.cuh"
+#include "attention/combine_params.cuh"
 #include "common/math.cuh"
 
 #if !defined(ELEM_T) || !defined(LANES) || !defined(PARTS) || !defined(NUM_THREADS)
@@ -27,11 +27,11 @@ struct alignas(16) eight_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    attention_merge_few(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
-                        const float* __restrict__ lses,   // (parts, rows)
-                        elem_t* __restrict__ out,         // (rows, head_dim_v)
-                        float* __restrict__ lse,          // (rows), contiguous
-                        const __grid_constant__ merge_params_t params) {
+    attention_combine_few(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
+                          const float* __restrict__ lses,   // (parts, rows)
+                          elem_t* __restrict__ out,         // (rows, head_dim_v)
+                          float* __restrict__ lse,          // (rows), contiguous
+                          const __grid_constant__ combine_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long row = (block * kNumThreads + threadIdx.x) / kLanes;
   const int column = threadIdx.x % kLanes * 8;

@@ -37,10 +37,10 @@ def combine_launch(
         "rows": (shape, [steps or (0,) for steps in rows]),
     }
     dims = len(shape)
-    params = combine_config.MERGE_PARAMS.pack(fields, kRowDims=dims, kArrays=3)
+    params = combine_config.COMBINE_PARAMS.pack(fields, kRowDims=dims, kArrays=3)
     if few:
         return combine_config.few_config(problem, dims), params
-    return combine_config.merge_config(problem, dims, out_dtype), params
+    return combine_config.parts_config(problem, dims, out_dtype), params
 
 
 def _plan_of(problem, operands):

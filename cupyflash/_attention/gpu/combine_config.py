@@ -7,15 +7,15 @@ from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
 
-_MERGE_THREADS = 128
+_THREADS = 128
 # With fewer rows, a lane has one column: more of them hide what loads take.
 _MANY_ROWS = 1 << 14
 # Of combine_few.cu: splits of a row, and columns of a thread.
 _FEW_PARTS, _FEW_COLUMNS, _VECTOR_BYTES = 8, 8, 16
 
-MERGE_PARAMS = Struct(
-    "merge_params_t",
-    "attention/merge_params.cuh",
+COMBINE_PARAMS = Struct(
+    "combine_params_t",
+    "attention/combine_params.cuh",
     (
         ("long long", "num_rows", "num_parts", "head_dim_v"),
         ("long long", "outs_part", "outs_col", "lses_part", "out_col"),
@@ -24,10 +24,10 @@ MERGE_PARAMS = Struct(
 )
 
 
-def merge_config(
+def parts_config(
     problem: MergeProblem, row_dims: int, out_dtype: str | None = None
 ) -> LaunchConfig:
-    """The launch of the merge kernel; `out_dtype` if the splits have a wider one."""
+    """The launch of the kernel; `out_dtype` if the splits have a wider one."""
     num_rows = math.prod(problem.shape)
     columns = 1  # of a lane
     while num_rows >= _MANY_ROWS and columns < 4 and 32 * columns < problem.head_dim_v:
@@ -39,17 +39,17 @@ def merge_config(
         "ACCUM_T": "double" if wide else "float",
         "COLUMNS": str(columns),
         "ROW_DIMS": str(row_dims),
-        "NUM_THREADS": str(_MERGE_THREADS),
+        "NUM_THREADS": str(_THREADS),
     }
     if problem.in_sums:
         defines["SUMS"] = "1"
     if out_dtype not in (None, problem.dtype):
         defines["OUT_T"] = CUDA_TYPES[out_dtype]
-    variant = Variant("attention/combine.cu", "attention_merge", tuple(defines.items()))
-    num_warps = num_rows * max(-(-problem.head_dim_v // (32 * columns)), 1)
-    return LaunchConfig.over(
-        variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS
+    variant = Variant(
+        "attention/combine.cu", "attention_combine", tuple(defines.items())
     )
+    num_warps = num_rows * max(-(-problem.head_dim_v // (32 * columns)), 1)
+    return LaunchConfig.over(variant, -(-num_warps * 32 // _THREADS), _THREADS)
 
 
 def is_few(
@@ -84,10 +84,10 @@ def few_config(problem: MergeProblem, row_dims: int) -> LaunchConfig:
         "LANES": str(lanes),
         "PARTS": str(parts),
         "ROW_DIMS": str(row_dims),
-        "NUM_THREADS": str(_MERGE_THREADS),
+        "NUM_THREADS": str(_THREADS),
     }
     variant = Variant(
-        "attention/combine_few.cu", "attention_merge_few", tuple(defines.items())
+        "attention/combine_few.cu", "attention_combine_few", tuple(defines.items())
     )
     num_threads = math.prod(problem.shape) * lanes
-    return LaunchConfig.over(variant, -(-num_threads // _MERGE_THREADS), _MERGE_THREADS)
+    return LaunchConfig.over(variant, -(-num_threads // _THREADS), _THREADS)

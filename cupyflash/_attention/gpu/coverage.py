@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 
 from cupyflash._attention.gpu import diagonals, samples
-from cupyflash._attention.gpu.combine_config import few_config, merge_config
+from cupyflash._attention.gpu.combine_config import few_config, parts_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.forward import FusedKernel
@@ -55,12 +55,12 @@ def _merges(device: Device) -> Iterator[LaunchConfig]:
         made = functools.partial(MergeProblem, "cupy", 2, (rows,), head_dim_v)
         for dtype, lse_dtype in itertools.product(FLOATS, ("float32", "float64")):
             if kernel.refuse_old_device(dtype, device) is None:
-                yield merge_config(made(dtype, lse_dtype), 1)
+                yield parts_config(made(dtype, lse_dtype), 1)
         for dtype in ("float32", "float64"):
-            yield merge_config(made(dtype, dtype, in_sums=True), 1)
+            yield parts_config(made(dtype, dtype, in_sums=True), 1)
         for narrow in ("float16", "bfloat16"):
             if kernel.refuse_old_device(narrow, device) is None:
-                yield merge_config(made("float32", "float32", in_sums=True), 1, narrow)
+                yield parts_config(made("float32", "float32", in_sums=True), 1, narrow)
                 for parts in (2, 4, 8):
                     few = MergeProblem(
                         "cupy", parts, (rows,), head_dim_v, narrow, "float32"

@@ -11,8 +11,8 @@ constexpr int kRowDims = ROW_DIMS;
 
 enum { kOuts, kLses, kOut, kArrays };
 
-// MERGE_PARAMS of _attention/gpu/combine_config.py is the same struct on the host.
-struct merge_params_t {
+// COMBINE_PARAMS of _attention/gpu/combine_config.py is the same struct on the host.
+struct combine_params_t {
   long long num_rows, num_parts, head_dim_v;
   long long outs_part, outs_col, lses_part, out_col;  // strides
   axes_t<kRowDims, kArrays> rows;

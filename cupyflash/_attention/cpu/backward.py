@@ -348,8 +348,7 @@ def _groups(tasks, num_groups):
 def _main(problem, operands, grads, row_sums):
     """Compute all gradients but that of the bias, which boxes of heads add to, too."""
     forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
-    size, size_k = _block_shape(forward)
-    starts = range(0, forward.seqlen_q, size)
+    size, size_k = forward.seqlen_q, forward.seqlen_k
     kv_heads = (*forward.batch, forward.num_kv_heads)
     heads = (*kv_heads, forward.group_size)
     boxes, num_parts = None, 1
@@ -358,9 +357,10 @@ def _main(problem, operands, grads, row_sums):
         a_box = backward_entries.heads_of_a_box(problem)
         tasks = list(entries.boxes_of(kv_heads, a_box))
     else:
-        num_parts = _num_parts(forward)
+        (size, size_k), num_parts = _block_shape(forward), _num_parts(forward)
         tasks = list(np.ndindex(*kv_heads, num_parts))
-    threads = max(1, min(num_threads(forward), len(tasks)))
+    starts = range(0, forward.seqlen_q, size)
+    threads = min(num_threads(forward), len(tasks)) if len(tasks) > 1 else 1
     of_q, of_k, of_v = (aligned(x, forward) for x in (grads.dq, grads.dk, grads.dv))
     of_q = entries.split_heads(of_q, forward)
     sum_dq = _Sum(of_q, (*heads, *of_q.shape[-2:]), threads)
@@ -439,7 +439,10 @@ def _main(problem, operands, grads, row_sums):
         sum_dk.add(group, here, dk)
         sum_dv.add(group, here, dv)
 
-    _threads.for_each_with_blas(one_group, groups, num_threads(forward))
+    if len(groups) == 1:
+        _threads.run_with_blas(one_group, groups[0], _threads.Scratch())
+    else:
+        _threads.for_each_with_blas(one_group, groups, threads)
     with np.errstate(all="ignore"):
         for x in sums:
             x.finish()

@@ -64,7 +64,9 @@ def heads_of_a_box(problem):
     numbers += (rows + keys) * (forward.head_dim + forward.head_dim_v)
     size = numbers * np.dtype(forward.compute_dtype).itemsize
     heads = num_heads(forward)
-    return max(1, min(_BOX_BYTES // size, -(-heads // num_threads(forward))))
+    if heads > 1:
+        heads = -(-heads // num_threads(forward))
+    return max(1, min(_BOX_BYTES // size, heads))
 
 
 def num_heads(forward):

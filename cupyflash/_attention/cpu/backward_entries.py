@@ -21,8 +21,12 @@ from cupyflash._attention.cpu.entries import (
     has_whole_entries,
     is_finite,
     split_heads,
+    visible_keys,
 )
 from cupyflash._attention.row_sums import is_whole
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._core import arrays
+from cupyflash._core import threads as _threads
 
 # Bytes of a box: scores, what it reads, and what it adds.
 _BOX_BYTES = 1 << 20
@@ -74,6 +78,41 @@ def num_heads(forward):
     return math.prod(forward.batch) * forward.num_kv_heads
 
 
+def is_one_box(problem):
+    """Whether the calling thread computes one box that is dq, dk and dv as they are."""
+    forward = problem.forward
+    heads = num_heads(forward)
+    asked = problem.need_dbias or problem.need_dsinks or problem.need_dscore
+    shapes = problem.q_shape, problem.k_shape, problem.v_shape
+    whole = (0, forward.seqlen_k)
+    return (
+        not asked
+        and forward.layout == "bhsd"
+        and heads > 0
+        and takes(problem)
+        and heads <= heads_of_a_box(problem)
+        # No batch axis is shared, and no key is out of sight.
+        and all(shape[:-3] == forward.batch for shape in shapes)
+        and visible_keys(forward, forward.query_offset, 0, forward.seqlen_q) == whole
+    )
+
+
+def one_box(problem, operands):
+    """The gradients by the only box; None if something is not finite."""
+    forward = problem.forward
+    box = tuple(slice(0, n) for n in (*forward.batch, forward.num_kv_heads))
+    entries = EntryGradients(problem, operands)
+    terms = _threads.run_with_blas(entries.of_a_box, box, _threads.Scratch())
+    if terms is None:
+        return None
+    dtype = arrays.to_dtype(forward.dtype)
+    return AttentionGrads(
+        np.ascontiguousarray(terms.dq, dtype).reshape(problem.q_shape),
+        np.ascontiguousarray(terms.dk, dtype).reshape(problem.k_shape),
+        np.ascontiguousarray(terms.dv, dtype).reshape(problem.v_shape),
+    )
+
+
 class EntryGradients(Entries):
     """The operands of attention_vjp with the axes of `Entries`."""
 
@@ -93,7 +132,7 @@ class EntryGradients(Entries):
         is not seen, the box is halved until the head that has it is alone; that one is
         computed with a look at each key.
         """
-        found = self._terms(box, scratch)
+        found = self.of_a_box(box, scratch)
         if found is not None:
             yield box, found
             return
@@ -101,9 +140,9 @@ class EntryGradients(Entries):
         for half in halves:
             yield from self.terms(half, scratch)
         if not halves:
-            yield box, self._terms(box, scratch, exact=True)
+            yield box, self.of_a_box(box, scratch, exact=True)
 
-    def _terms(self, box, scratch, exact=False):
+    def of_a_box(self, box, scratch, exact=False):
         """The terms of a box; None if they are not finite, unless they are exact.
 
         Then what is not seen is 0, though an operand be infinite or NaN.

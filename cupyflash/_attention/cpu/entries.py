@@ -195,7 +195,7 @@ def _weigh(s, v, o, sink, hides):
     return np.divide(o, divisor, o), base, d, divisor
 
 
-def _visible_keys(problem, offset, start, stop):
+def visible_keys(problem, offset, start, stop):
     """(first, last) of the keys that rows [start, stop) may see by their bounds."""
     first, last = 0, problem.seqlen_k
     if isinstance(offset, int):
@@ -231,7 +231,7 @@ class Direct:
             and not (problem.query_lengths or problem.key_lengths)
             and problem.query_offset != "array"
             # Entries.compute reads the keys alone that some row may see.
-            and _visible_keys(problem, problem.query_offset, 0, problem.seqlen_q)
+            and visible_keys(problem, problem.query_offset, 0, problem.seqlen_q)
             == (0, problem.seqlen_k)
             and (problem.heads_axis or not (problem.sinks or problem.alibi_slopes))
             # No batch axis of v alone.
@@ -480,7 +480,7 @@ class Entries:
 
     def _visible_keys(self, rows):
         """Keys that a row may see; of rows alone, not of lengths, which differ."""
-        return _visible_keys(self.problem, self._offset, rows.start, rows.stop)
+        return visible_keys(self.problem, self._offset, rows.start, rows.stop)
 
     def _finish(self, s, entries, rows, first, last, scratch):
         """Softcap, score function, bias, alibi and masks, in place."""

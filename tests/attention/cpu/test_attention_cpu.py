@@ -163,6 +163,33 @@ def test_a_known_call_gives_what_the_first_gave(rng, name, kv_heads, return_lse,
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("name", OPTIONS_OF_A_KNOWN_CALL)
+@pytest.mark.parametrize(
+    ("shape", "kv_heads"), [((2, 1, 3), 1), ((2, 1, 3), 3), ((), 1)]
+)
+def test_known_gradients_are_those_of_the_first_call(rng, name, shape, kv_heads, dtype):
+    options = dict(OPTIONS_OF_A_KNOWN_CALL[name])
+    q, dout = rng.normal(size=(2, *shape, 5, 4)).astype(dtype)
+    k, v = rng.normal(size=(2, *shape, 7, 4)).astype(dtype)
+    if not shape:
+        options = {n: x for n, x in options.items() if not isinstance(x, np.ndarray)}
+    else:
+        k, v = k[:, :, :kv_heads].copy(), v[:, :, :kv_heads].copy()
+    if options.get("layout") == "bshd":
+        q, k, v, dout = (
+            x.swapaxes(-2, -3).copy() if shape else x for x in (q, k, v, dout)
+        )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    first, known = (
+        cupyflash.attention_vjp(dout, q, k, v, out, lse, **options) for _ in range(2)
+    )
+    for a, b in zip(first[:3], known[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert b.flags.c_contiguous
+
+
 def test_a_known_call_looks_at_lengths(rng):
     q, k, v = arrays(rng, 2, 3, 5, 8)
     out, lse = cupyflash.attention(q, k, v, return_lse=True)

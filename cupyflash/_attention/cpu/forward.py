@@ -32,36 +32,17 @@ _checked: dict = {}
 _UNKNOWN = None, None, None
 
 
-def attention(
-    q,
-    k,
-    v,
-    bias,
-    mask,
-    scale,
-    causal,
-    query_offset,
-    window,
-    softcap,
-    sinks,
-    alibi_slopes,
-    query_lengths,
-    key_lengths,
-    layout,
-    precision,
-    return_lse,
-    out,
-    method,
-    score=None,
-    score_arrays=None,
-    mask_arrays=None,
-):
-    """attention() of NumPy arrays; one like a call before needs no checks."""
-    arguments = (
+def attention(*arguments):
+    """attention() of NumPy arrays; one like a call before needs no checks.
+
+    `arguments` are those of `problem.attention`; the last three may be left out.
+    """
+    (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method, score, score_arrays, mask_arrays,
-    )  # fmt: skip
+        method, *of_functions,
+    ) = arguments  # fmt: skip
+    score, score_arrays, mask_arrays = of_functions or (None, None, None)
     key, given = None, None
     if not (score is score_arrays is mask is mask_arrays is None):
         given, mask = bind(q, score, score_arrays, mask, mask_arrays)
@@ -81,8 +62,8 @@ def attention(
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
         if given is not None:
-            given, of_functions = functions.without_options(given, softcap)
-            key += of_functions
+            given, more = functions.without_options(given, softcap)
+            key += more
         problem, direct, compute = _checked.get(key, _UNKNOWN)
         if direct is not None:
             result = direct(q, k, v, bias, given)

@@ -15,9 +15,9 @@
 //            PARTS = 1 and up to 64 axes a warp has its rows in registers, and makes
 //            products of 8 keys while it takes exponentials of those before; where
 //            references have to be raised it makes them again.
-// Numbers    products summed in float32, small ones first; h - |y|^2 in two floats.
-// With
-//            PARTS = 1 sums of products start from it less the reference, in one.
+// Numbers    products of 16 axes summed by tensor cores, small ones first, and added up
+//            in float32; h - |y|^2 in two floats. With PARTS = 1 tensor cores sum all
+//            axes, and start from it less the reference, in one.
 // Limits     sm_80. Rows with a squared norm above `limit` would lose accuracy: their
 //            groups are flagged in `redo`.
 
@@ -143,14 +143,22 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
       ptx::ldmatrix_x4(b[part], address_of(&y[key][swizzled(key, unit)]));
     }
 #pragma unroll
-    for (int term = kParts == 1 ? 2 : 0; term < 3; ++term) {
-      const int of_x = term == 1, of_y = term == 0;  // small products first
+    for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+      for (int k = 0; k < 2; ++k) {
+        float (&sum)[4] = d[m][n + k];
+        const unsigned (&high)[4] = b[0], (&low)[4] = b[kParts - 1];
+        if constexpr (kParts == 1) {
+          ptx::mma_m16n8k16_f16(sum, a[0][m], high[2 * k], high[2 * k + 1]);
+        } else {
+          // Tensor cores cut terms off at digits of the largest one: the sum so far is
+          // none of them. Small products first.
+          float more[4];
+          ptx::mma_m16n8k16_f16_from_zero(more, a[0][m], low[2 * k], low[2 * k + 1]);
+          ptx::mma_m16n8k16_f16(more, a[1][m], high[2 * k], high[2 * k + 1]);
+          ptx::mma_m16n8k16_f16(more, a[0][m], high[2 * k], high[2 * k + 1]);
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          ptx::mma_m16n8k16_f16(d[m][n + k], a[of_x][m], b[of_y][2 * k],
-                                b[of_y][2 * k + 1]);
+          for (int e = 0; e < 4; ++e) sum[e] += more[e];
         }
       }
     }

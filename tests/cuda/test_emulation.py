@@ -85,6 +85,12 @@ def test_problems_that_lost_digits(seed):
     of_points("direct", seed)
 
 
+def test_products_of_one_sign():
+    # Points on lines in 64 axes: tensor cores cut off each product at digits of the sum
+    # so far, and so all of them to one side.
+    of_points("products", 70810)
+
+
 def test_a_function_of_d2():
     tests = Path(emulation.__file__).parents[2] / "points/gpu/test_kernels.py"
     done = subprocess.run(

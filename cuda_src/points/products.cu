@@ -36,7 +36,7 @@ constexpr int kChunkAxes = 64 / kParts;
 constexpr int kChunks = (kDim + kChunkAxes - 1) / kChunkAxes;
 constexpr int kSteps = ((kDim < kChunkAxes ? kDim : kChunkAxes) + 15) / 16;
 // More would spill.
-constexpr int kUnrolled = kChunks == 1 ? kSteps : kColumns > 1 && kParts > 1 ? 1 : 2;
+constexpr int kUnrolled = kChunks == 1 ? kSteps : 3 - kParts;
 constexpr bool kIsResident = RESIDENT;
 constexpr int kRowBuffers = kIsResident ? kChunks : 2;
 constexpr int kUnits = 8;  // 16-byte units per chunk of a point

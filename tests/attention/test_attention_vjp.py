@@ -596,3 +596,13 @@ def test_a_warm_call_can_be_captured(cupy, rng):
         stream.synchronize()
     for a, b in zip(expected, captured, strict=True):
         np.testing.assert_array_equal(a, to_host(b))
+
+
+@pytest.mark.parametrize("keys", [1, 3])
+def test_rows_that_no_key_reaches_in_many_heads(xp, keys):
+    q, dout = xp.ones((70, 2, 2, 3)), xp.ones((70, 2, 2, 3))
+    k = v = xp.ones((70, 1, keys, 3))
+    options = {"causal": True, "query_offset": -6}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    for grad in cupyflash.attention_vjp(dout, q, k, v, out, lse, **options)[:3]:
+        np.testing.assert_array_equal(to_host(grad), 0)

@@ -319,7 +319,7 @@ class _Sum:
         """Add a term of the scores at `where`, slices of the first axes."""
         target = self._gradient if self._sums is None else self._sums[group]
         sizes = zip(where, target.shape, strict=False)
-        target = target[tuple(slice(1) if n == 1 else part for part, n in sizes)]
+        target = target[tuple(_of_axis(part, n) for part, n in sizes)]
         if self._sums is None:
             np.copyto(target, term, casting="unsafe")
             return
@@ -339,6 +339,12 @@ class _Sum:
             for box in entries.boxes_of(self._gradient.shape, _ADDED):
                 total = self._sums[(slice(None), *box)].sum(axis=0)
                 np.copyto(self._gradient[box], total, casting="unsafe")
+
+
+def _of_axis(part, size):
+    """Of an axis that may be shared, and then has one element, what a part adds to."""
+    is_empty = part.start is not None and part.start == part.stop
+    return slice(1) if size == 1 and not is_empty else part
 
 
 def _groups(tasks, num_groups):

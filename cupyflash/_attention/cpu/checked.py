@@ -77,5 +77,8 @@ def operands_of(
 
 
 def _view(x, shape):
-    """`x`, None or not, over `shape`."""
-    return x if x is None or x.shape == shape else np.broadcast_to(x, shape)
+    """`x` over `shape`: an array, a number, or None."""
+    if x is None:
+        return None
+    x = np.asarray(x)
+    return x if x.shape == shape else np.broadcast_to(x, shape)

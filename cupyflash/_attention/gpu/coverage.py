@@ -39,7 +39,8 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             if isinstance(row, HopperKernel) and problem.mask_function is not None:
                 lists = row.tile_lists(problem).config(problem, batch_dims)
                 found[row.name, lists.variant] = None
-        if problem.score is not None:
+        is_old = kernel.refuse_old_device(problem.dtype, device) is not None
+        if problem.score is not None and not is_old:
             found["diagonals", diagonals.config(problem).variant] = None
     for config in _merges(device):
         found["merge", config.variant] = None

@@ -179,7 +179,7 @@ def test_order_of_parts_does_not_matter(xp, rng):
 @pytest.mark.parametrize(
     ("count", "head_dim", "dtype"),
     [
-        (2, 128, "float16"),
+        (2, 130, "float16"),  # no whole vectors: those have a kernel of their own
         (3, 70, "bfloat16"),
         (40, 33, "float32"),
         (2, 200, "float64"),

@@ -60,6 +60,8 @@ class DirectKernel:
         of_axes = pairs.dim <= 4 or pairs.dim > config.MAX_BOX_DIM
         is_small &= of_axes and not wide
         is_sum = not pairs.has_sums_of_weights
+        # Twice the digits are for exponents: a caller's function has none.
+        is_careful = pairs.dtype == "float64" and pairs.gpu_kernel.has_exponent
         variant = Variant(
             "points/direct.cu",
             "points_direct",
@@ -67,7 +69,7 @@ class DirectKernel:
                 pairs,
                 SUM_T="double" if repair and is_sum else CUDA_TYPES[pairs.dtype],
                 WIDE_T="double" if wide else "float",
-                CAREFUL=int(repair and pairs.dtype == "float64"),
+                CAREFUL=int(repair and is_careful),
                 SCALED=int(pairs.has_axis_scales),
                 ROWS=rows,
                 MIN_BLOCKS=2 if is_small else 1,

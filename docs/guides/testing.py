@@ -195,10 +195,10 @@ figures("cuda/test_compiler.py")
 #
 # racecheck does not follow every barrier: not ``bar.arrive``, nor one lane that arrives
 # for its warp. Kernels that use these are compiled for it so that each lane arrives.
-# A run over all 42 rows on an H100 reported a race in the gradients of 64 columns with a
-# causal mask or a window. It is real and does no harm: threads that load nothing read,
-# and ignore, what another one may be writing. The kernel that racecheck sees does not
-# read there; the last run, with it, found nothing in any row.
+# A run over all 42 rows on an H100 reported a race in the gradients of 64 columns with
+# a causal mask or a window. It is real and does no harm: threads that load nothing
+# read, and ignore, what another one may be writing. The kernel that racecheck sees does
+# not read there; the last run, with it, found nothing in any row.
 
 sanitizer = record.get("sanitizer", {"version": "not run", "tools": {}})
 print(f"compute-sanitizer {sanitizer['version']}")

@@ -480,28 +480,30 @@ SAID = {
 }
 
 
+def moved(cupy, x):
+    """Options with their arrays on a GPU."""
+    if isinstance(x, dict):
+        return {key: moved(cupy, value) for key, value in x.items()}
+    return cupy.asarray(x) if isinstance(x, np.ndarray) else x
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SAID)
 def test_a_function_that_an_option_says(cupy, rng, name):
     options, became = SAID[name]
-
-    def moved(x):
-        if isinstance(x, dict):
-            return {key: moved(value) for key, value in x.items()}
-        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
 
     q, k, v, dout = (
         rng.standard_normal((2, heads, n, 32)).astype("float32")
         for heads, n in ((4, 24), (2, 40), (2, 40), (4, 24))
     )
     given = [cupy.asarray(x) for x in (q, k, v)]
-    told = cupyflash.explain("attention", *given, **moved(options)).details
+    told = cupyflash.explain("attention", *given, **moved(cupy, options)).details
     found = {key[:-3]: text for key, text in told.items() if key.endswith("_is")}
     assert found.keys() == became.keys()
     assert all(f"option {became[of]}=" in text for of, text in found.items())
     wide = [x.astype("f8") for x in (q, k, v)]
     for _ in range(2):  # other arrays in the second call, which has the same plan
-        on_gpu = moved(options)
+        on_gpu = moved(cupy, options)
         out, lse = cupyflash.attention(*given, return_lse=True, **on_gpu)
         got = cupyflash.attention_vjp(cupy.asarray(dout), *given, out, lse, **on_gpu)
         if "too short" in name:
@@ -630,22 +632,17 @@ def test_a_table_of_diagonals_compiles_without_spills():
 def test_a_function_of_diagonals(cupy, rng, name):
     options = OF_DIAGONALS[name]
 
-    def moved(x):
-        if isinstance(x, dict):
-            return {key: moved(value) for key, value in x.items()}
-        return cupy.asarray(x) if isinstance(x, np.ndarray) else x
-
     q, k, v, dout = (
         rng.standard_normal((2, heads, n, 32)).astype("float32")
         for heads, n in ((4, 150), (2, 170), (2, 170), (4, 150))
     )
     given = [cupy.asarray(x) for x in (q, k, v)]
-    told = cupyflash.explain("attention", *given, **moved(options)).details
+    told = cupyflash.explain("attention", *given, **moved(cupy, options)).details
     assert "diagonals.cu" in told["launches"][0]["source"]
     wide = [x.astype("f8") for x in (q, k, v)]
     for offset in (options.get("query_offset"), 11):  # where the table starts
         options = {**options, "query_offset": offset}
-        on_gpu = moved(options)
+        on_gpu = moved(cupy, options)
         out, lse = cupyflash.attention(*given, return_lse=True, **on_gpu)
         got = cupyflash.attention_vjp(cupy.asarray(dout), *given, out, lse, **on_gpu)
         wanted, wanted_lse = cupyflash.attention(*wide, return_lse=True, **options)

@@ -79,6 +79,8 @@ def call_each(cells):
         with contextlib.suppress(Exception), attention_table.as_card(cell.card):
             # Measuring will report what fails.
             attention(q, k, v, causal=cell.causal, **cell.options(cupy))
+            if cell.beside == cell:
+                peers.compile_flash4(peers.forward, cell, q, k, v)
     cupy.cuda.Device().synchronize()
 
 

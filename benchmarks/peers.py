@@ -7,7 +7,9 @@ a call returns has the shape of ours.
 import argparse
 import contextlib
 import functools
+import os
 
+import timing
 from timing import to_torch
 
 # How a peer is named in a report, and what of torch it is.
@@ -116,6 +118,20 @@ def _torch_backward(torch, case, dout, q, k, v, wanted):
 
 
 # --- FlashAttention-4 ----------------------------------------------------------------
+
+
+def compile_flash4(calls, *args):
+    """Call FlashAttention-4 once, by `forward` or `backward`, for its cache on disk.
+
+    It compiles one kernel after another; processes that call it side by side do so
+    many at a time. Without its cache what they compile would be lost.
+    """
+    if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") != "1":
+        return
+    torch, flash4 = timing.optional("torch"), timing.optional(FLASH4_MODULE)
+    if torch is not None and flash4 is not None:
+        for call in calls(torch, flash4, *args, only=(FLASH4,)).values():
+            call()
 
 
 def _is_for_flash4(case):

@@ -1,6 +1,6 @@
 """Run the examples on a GPU and keep what they print and draw, for docs/on_a_gpu/.
 
-    python tools/gpu_pages.py [names]            all of examples/, or some
+    python tools/gpu_pages.py [names]            all that use a GPU, or some
     python tools/gpu_pages.py --seconds 200      begin none after that
 
 Each writes NAME.txt, the card, the versions and the digest of the script above what was
@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,6 +35,12 @@ for i, number in enumerate(plt.get_fignums()):
     name = picture if i == 0 else picture.replace(".png", f"_{i + 1}.png")
     plt.figure(number).savefig(name, dpi=80)
 """
+
+
+def on_gpu(script):
+    """Whether an example computes with CuPy where there is a GPU, by itself."""
+    text = script.read_text(encoding="utf-8")
+    return re.search(r"from _support import .*\bxp\b", text) is not None
 
 
 def where():
@@ -65,9 +72,9 @@ def main():
     )
     args = parser.parse_args()
     wanted, end = args.names, time.monotonic() + args.seconds
-    scripts = sorted((ROOT / "examples").glob("[!_]*.py"))
+    scripts = sorted(filter(on_gpu, (ROOT / "examples").glob("[!_]*.py")))
     if unknown := set(wanted) - {script.stem for script in scripts}:
-        sys.exit(f"no such example: {', '.join(sorted(unknown))}")
+        sys.exit(f"no example on a GPU is named {', '.join(sorted(unknown))}")
     header = where()
     PAGES.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -83,6 +83,39 @@ def test_flash4_gets_and_gives_what_we_do(script, torch, causal):
         np.testing.assert_array_equal(theirs.array, mine)
 
 
+def test_flash4_is_compiled_ahead_where_it_keeps_what_it_compiles(
+    script, torch, monkeypatch
+):
+    peers, table = script("peers"), script("attention_table")
+    peers._torch_forward = peers._torch_backward = lambda *args: {}
+    calls = []
+
+    class Counted(Flash4):
+        def _flash_attn_fwd(self, *args, **options):
+            calls.append("forward")
+            return super()._flash_attn_fwd(*args, **options)
+
+        def _flash_attn_bwd(self, *args, **options):
+            calls.append("backward")
+            return super()._flash_attn_bwd(*args, **options)
+
+    found = {"torch": torch, peers.FLASH4_MODULE: Counted()}
+    monkeypatch.setattr(peers.timing, "optional", found.get)
+    case = table.Cell(1, 2, 2, 4, 4, 8, "float16")
+    dout, *qkv = inputs(case)
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
+    peers.compile_flash4(peers.forward, case, *qkv)
+    assert calls == []
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    peers.compile_flash4(peers.forward, case, *qkv)
+    assert calls == ["forward"]
+    peers.compile_flash4(peers.backward, case, dout, *qkv)
+    assert calls == ["forward", "forward", "backward"]
+    del found[peers.FLASH4_MODULE]
+    peers.compile_flash4(peers.forward, case, *qkv)
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize(
     ("dtype", "card", "is_there", "offered"),
     [

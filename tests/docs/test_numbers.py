@@ -4,6 +4,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -144,9 +145,11 @@ def test_every_number_of_a_card_has_a_step(numbers):
 
 def test_the_steps_fit_their_time(numbers):
     assert sum(step.seconds for step in numbers.STEPS) < 0.9 * 20 * 60
-    parts = [numbers.part(f"{i}/3") for i in (1, 2, 3)]
-    assert [step for steps in parts for step in steps] == [*numbers.STEPS]
-    assert max(sum(step.seconds for step in steps) for steps in parts) < 500
+    for count, most in ((3, 330), (4, 260)):
+        parts = [numbers.part(f"{i}/{count}") for i in range(1, count + 1)]
+        steps = [step for steps in parts for step in steps]
+        assert sorted(steps, key=numbers.STEPS.index) == [*numbers.STEPS]
+        assert max(sum(step.seconds for step in steps) for steps in parts) < most
     for wrong in ("0/3", "4/3", "half"):
         with pytest.raises(argparse.ArgumentTypeError):
             numbers.part(wrong)
@@ -209,6 +212,92 @@ def test_a_step_that_fails_leaves_the_old_file(numbers, tmp_path, monkeypatch):
         assert (tmp_path / "old.json").read_text() == left
     step = numbers.Step("b", 1, ("-c", "pass"), ("none_{card}.json",))
     assert "without none_h100.json" in numbers.run(step, fresh, "h100", 60)
+
+
+def stub(numbers, name, seconds, code, *writes):
+    """A step that runs `code`, with its first file as the first argument."""
+    words = ("-c", f"import os, sys, time; {code}", *("{0}" for _ in writes))
+    return numbers.Step(name, seconds, words, writes)
+
+
+def test_several_cards_share_the_steps(numbers, tmp_path, monkeypatch, capsys):
+    """The longest first; each has a card and cores; one that fails loses no other."""
+    monkeypatch.setattr(numbers, "ROOT", tmp_path)
+    note = (
+        "open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'] + ' ' "
+        "+ str(sorted(getattr(os, 'sched_getaffinity', lambda _: [])(0))))"
+    )
+    both = f"{note}; time.sleep(1)"  # the card of each is taken while the other begins
+    steps = [
+        stub(numbers, "short", 1, note, "short_{card}.txt"),
+        stub(numbers, "wrong", 30, "print('a word'); sys.exit(3)"),
+        stub(numbers, "late", 9_000, note, "late.txt"),
+        stub(numbers, "one", 40, both, "one.txt"),
+        stub(numbers, "two", 50, both, "two.txt"),
+    ]
+    cores = [frozenset(), frozenset()]
+    if hasattr(os, "sched_getaffinity"):
+        all_cores = sorted(os.sched_getaffinity(0))
+        cores = [frozenset(all_cores[:1]), frozenset(all_cores[-1:])]
+    on = [numbers.Lane("5", cores[0]), numbers.Lane("7", cores[1])]
+    missing = numbers.run_all(steps, on, "h100", 60)
+    assert missing == ["late: no time left", "wrong: exit code 3"]
+    found = {
+        name: (tmp_path / f"{name}.txt").read_text()
+        for name in ("one", "two", "short_h100")
+    }
+    where = {"5": sorted(cores[0]), "7": sorted(cores[1])}
+    assert {found["one"], found["two"]} == {f"{n} {where[n]}" for n in "57"}
+    assert not (tmp_path / "late.txt").exists()
+    lines = capsys.readouterr().out.splitlines()
+    begun = [line.split()[1].strip(",") for line in lines if " on GPU " in line]
+    assert begun[:2] in (["two", "one"], ["one", "two"])
+    assert begun[2:] == ["wrong", "short"]
+    # What a step prints stands before the line that says that it has ended.
+    assert lines[lines.index("a word") + 1].startswith("--- wrong: ")
+
+
+def test_lanes_divide_the_cores(numbers, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(10)}, raising=False)
+    on = numbers.lanes(["0", "1", "2", "3"])
+    assert [lane.device for lane in on] == ["0", "1", "2", "3"]
+    assert [sorted(lane.cores) for lane in on] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert numbers.lanes(["0"]) == [numbers.WHOLE]
+
+
+def test_finish_needs_no_gpu_and_tells_what_failed(numbers, monkeypatch, capsys):
+    """The rest of a measurement in parts, on any machine."""
+    monkeypatch.setattr(numbers, "these_cards", lambda: pytest.fail("asks for a GPU"))
+    monkeypatch.setattr(sys, "argv", ["measure_all.py", "--finish"])
+    code = "import sys; sys.exit({})"
+    monkeypatch.setattr(numbers, "AFTERWARDS", (("-c", code.format(0)),))
+    assert numbers.main() == 0
+    monkeypatch.setattr(numbers, "AFTERWARDS", (("-c", code.format(4)),) * 2)
+    assert numbers.main() == 1
+    assert capsys.readouterr().out.count("exit code 4") == 2
+
+
+def test_a_part_leaves_the_tables_alone(numbers, monkeypatch):
+    """Parts run side by side, and tables are made of the reports of all."""
+    monkeypatch.setattr(numbers, "these_cards", lambda: ("h100", ["0"]))
+    monkeypatch.setattr(numbers, "run_all", lambda *args: [])
+    done = []
+    monkeypatch.setattr(numbers, "finish", lambda: done.append(True) or [])
+    for argv, times in ((["--part", "1/4"], 0), ([], 1), (["demo"], 1)):
+        done.clear()
+        monkeypatch.setattr(sys, "argv", ["measure_all.py", *argv])
+        assert numbers.main() == 0
+        assert len(done) == times
+
+
+def test_pages_of_a_gpu_are_of_examples_that_use_one():
+    """An example that stays on NumPy would be shown as what a GPU has computed."""
+    on_gpu = tool("gpu_pages").on_gpu
+    examples = [*ROOT.glob("examples/[!_]*.py")]
+    assert on_gpu(ROOT / "examples" / "points_density.py")
+    assert not on_gpu(ROOT / "examples" / "ladder.py")
+    shown = {page.stem for page in ROOT.glob("docs/on_a_gpu/*")}
+    assert shown <= {example.stem for example in examples if on_gpu(example)}
 
 
 def test_a_step_that_hangs_ends_with_its_workers(numbers, tmp_path):

@@ -276,10 +276,11 @@ def sinkhorn(
     fifth iteration, and nothing waits in between. From 2^32 pairs on, and on NumPy, it
     is read in every iteration.
 
-    On NumPy, float64 starts with log-sums in float32. One pair of clouds whose kernel
-    matrix has at most 512 MiB (8,192 points each in float64) is an exception to what
-    this module is for: at the final epsilon the matrix is kept, and an update is a
-    product with it.
+    The first log-sums need fewer digits: on NumPy those of float64 are computed in
+    float32, and on a GPU those of float32 with ``precision="tf32"``. One pair of clouds
+    on NumPy whose kernel matrix has at most 512 MiB (8,192 points each in float64) is
+    an exception to what this module is for: at the final epsilon the matrix is kept,
+    and an update is a product with it.
 
     References
     ----------
@@ -434,7 +435,8 @@ class _Solver:
 
     def __init__(self, xp, sides, strength, same, precision="float32"):
         self.xp, self.sides, self.strength, self.same = xp, sides, strength, same
-        self.precision = precision
+        self.precision = precision  # of the final epsilon
+        self.precision_now = precision
         if same:
             sides[1].potential = sides[0].potential
         # The first iterations on NumPy need no more digits, and take half the time.
@@ -443,6 +445,7 @@ class _Solver:
         self.looks_always = xp is np or pairs >= _MANY_PAIRS
         self.middle, self.box = _middle_and_box(xp, sides)
         self.kernel = None
+        self.columns_are_met = False
 
     def target(self, side, other, epsilon):
         """The potential that meets the marginal of a side, the other being given."""
@@ -478,7 +481,7 @@ class _Solver:
             arrays = x - self.middle, y - self.middle, scores
             arrays = [z.astype(np.float32) for z in arrays]
         return -epsilon * logsumexp(
-            *arrays, bandwidth=_bandwidth(epsilon), precision=self.precision
+            *arrays, bandwidth=_bandwidth(epsilon), precision=self.precision_now
         ).astype(side.points.dtype, copy=False)
 
     def step(self, epsilon):
@@ -513,9 +516,12 @@ class _Solver:
     def anneal(self, epsilon):
         """A few iterations at each epsilon from the clouds' squared diameter down."""
         at = self.box
+        columns = self.sides[1]
+        is_float32 = columns.points.dtype == np.float32
         while math.isfinite(at) and at > epsilon:
             deep = at < _DEEP * self.box
-            columns = self.sides[1]
+            # Later iterations correct what rounded coordinates do to these.
+            self.precision_now = "tf32" if is_float32 and not deep else self.precision
             acceleration = _Anderson(self.xp, columns.weights, at)
             target, error = self.step(at)
             for _ in range(_DEEP_STEPS - 1 if deep else 0):
@@ -523,6 +529,7 @@ class _Solver:
                 target, error = self.step(at)
             self.move(target)
             at *= _DEEP_SCALING if deep else _SCALING
+        self.precision_now = self.precision
 
     def solve(self, epsilon, tol, max_iter, progress):
         """Iterate until the marginals are met; (iterations, error)."""
@@ -551,6 +558,7 @@ class _Solver:
             # Not an extrapolation, whose error nothing has seen: a plain update makes
             # the last error no larger.
             self.move(target)
+        self.columns_are_met = done > 0 and not self.same
         return done, last
 
     def value(self, epsilon):
@@ -564,8 +572,11 @@ class _Solver:
             value = xp.where(side.weights > 0, side.weights * value, 0.0)
             terms.append(value.sum(axis=-1))
         # What the plan has more of mass than the weights.
-        plan = Plan(xp, rows, columns, epsilon, self.precision)
-        mass = plan.marginal().sum(axis=-1)
+        if self.strength is None and self.columns_are_met:
+            mass = columns.weights.sum(axis=-1)
+        else:
+            plan = Plan(xp, rows, columns, epsilon, self.precision)
+            mass = plan.marginal().sum(axis=-1)
         product = rows.weights.sum(axis=-1) * columns.weights.sum(axis=-1)
         return terms[0] + terms[1] - epsilon * (mass - product)
 

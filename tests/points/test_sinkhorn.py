@@ -337,3 +337,42 @@ def test_first_iterations_in_float32_cost_no_digit(monkeypatch):
     assert dtypes[-1] == np.float64
     assert abs(found.plan.marginal() - 1 / 60).sum() < 1e-10
     assert abs(found.plan.T.marginal() - 1 / 80).sum() < 1e-10
+
+
+def test_first_iterations_in_tf32_cost_no_digit(monkeypatch):
+    """Float32 on a GPU; NumPy takes the argument and computes as ever."""
+    x, y, a, b = (z.astype(np.float32) for z in problem())
+    precisions = []
+    whole = _sinkhorn.logsumexp
+
+    def noisy(x, y, *args, precision, **options):
+        precisions.append(precision)
+        if precision == "tf32":
+            x, y = (z.astype(np.float16).astype(np.float32) for z in (x, y))
+        return whole(x, y, *args, precision=precision, **options)
+
+    monkeypatch.setattr(_sinkhorn, "logsumexp", noisy)
+    found = points.sinkhorn(x, y, a, b, epsilon=0.2, tol=1e-5)
+    assert found.converged
+    assert precisions[0] == "tf32"
+    last = 2 * found.iterations
+    assert precisions[-last:] == ["float32"] * last
+    exact = points.sinkhorn(*problem(), epsilon=0.2, tol=1e-9)
+    assert float(found.value) == pytest.approx(float(exact.value), rel=1e-5)
+    assert abs(found.plan.marginal() - a).sum() < 1e-4
+
+
+@pytest.mark.parametrize("reach", [None, 1.5])
+def test_the_value_is_that_of_the_plan(reach):
+    """Weights of any sum; after an update the plan has the mass of the columns."""
+    x, y, a, b = problem()
+    found = points.sinkhorn(x, y, 3 * a, 3 * b, epsilon=0.3, reach=reach, max_iter=3)
+    plan = found.plan @ np.eye(len(y))
+    entropy = 0.3 * (plan.sum() - 9 * a.sum() * b.sum())
+    strength = None if reach is None else reach**2
+    each = [
+        z if strength is None else -strength * np.expm1(-z / strength)
+        for z in (found.f, found.g)
+    ]
+    dual = (3 * a * each[0]).sum() + (3 * b * each[1]).sum() - entropy
+    assert float(found.value) == pytest.approx(dual, rel=1e-12)

@@ -62,7 +62,7 @@ class NcclComm(Comm):
         self._connected: set[tuple[int | None, int | None]] = set()
         key = self._agree()
         with self._cupy.cuda.Device(device):
-            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._ranks = self._connecting(
             lambda: self._nccl.NcclCommunicator(self.size, key, self.rank)
         )
@@ -132,7 +132,12 @@ class NcclComm(Comm):
             raise ConnectionError(self._closed)
         cuda = self._cupy.cuda
         with cuda.Device(self._device):
-            self._stream.wait_event(cuda.get_current_stream().record())
+            current = cuda.get_current_stream()
+            self._stream.wait_event(current.record())
+            # A kernel that fills the GPU would keep a transfer out until it ends, and
+            # the other rank's transfer would hold its multiprocessors and wait. So what
+            # comes next here starts only when the transfer can.
+            current.wait_event(self._stream.record())
             if (target, source) in self._connected:
                 with self._ending_all():
                     self._post(sent, target, received, source)

@@ -111,7 +111,7 @@ def fake_modules(boxes, log):
     current = FakeStream("current", log)
     cuda = types.SimpleNamespace(
         Device=FakeDevice,
-        Stream=lambda non_blocking: FakeStream("transfers", log),
+        Stream=lambda non_blocking, priority: FakeStream("transfers", log),
         get_current_stream=lambda: current,
     )
     return types.SimpleNamespace(cuda=cuda), FakeNccl(boxes, log)
@@ -171,13 +171,16 @@ def test_arrays_go_round_on_a_stream_of_their_own(monkeypatch):
         return posted, log
 
     for posted, log in on_threads(3, round_trip, monkeypatch):
-        # After what was computed before, and before what follows the wait.
+        # After what was computed before, not later than what is computed next, and
+        # before what follows the wait.
         assert posted == [
             ("record", "current"),
             ("transfers", "waits for", "current"),
             ("record", "transfers"),
+            ("current", "waits for", "transfers"),
+            ("record", "transfers"),
         ]
-        assert log[3:] == [("current", "waits for", "transfers"), "destroyed"]
+        assert log[5:] == [("current", "waits for", "transfers"), "destroyed"]
 
 
 def test_a_rank_without_nccl_ends_all(monkeypatch):

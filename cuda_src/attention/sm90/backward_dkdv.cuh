@@ -188,6 +188,25 @@ struct mma_t {
     }
   }
 
+  // The same with alibi, whose `slope` is multiplied by log2 e; `distance` is that of
+  // number 0. Rows 8 apart and columns 8 apart share distances.
+  template <int kBegin, int kEnd, typename Lse>
+  __device__ __forceinline__ void exponentiate(float to_log2, const Lse& lse,
+                                               float slope, float distance) {
+#pragma unroll
+    for (int e = kBegin; e < kEnd; ++e) {
+      const int apart = e / 4 * 8 + e % 2 - e / 2 % 2 * 8;
+      const float2 l = lse(e / 4);
+      const float minus = fmaf(slope, fabsf(distance + static_cast<float>(apart)),
+                               e % 2 == 0 ? l.x : l.y);
+      s[e] = ptx::ex2_approx_ftz(s[e] * to_log2 - minus);
+    }
+#pragma unroll
+    for (int e = kBegin; e < kEnd; e += 2) {
+      p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+    }
+  }
+
   // Computes dS from P in s and from dP; `delta(n)` is pair n of delta.
   template <int kBegin, int kEnd, typename Delta>
   __device__ __forceinline__ void make_ds(float factor, const Delta& delta) {

@@ -20,6 +20,8 @@
 //            L2; TMA adds dq to float sums
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of the sums of dq varies from run to run
+// Options    alibi alone: its slope arrives with each block of queries, since summed
+//            entries have different heads
 // Limits     as backward.cu
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -39,7 +41,7 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
 constexpr int kBytesPart = kPart * 4;
 // How many of the pairs of lse and delta of a thread are prefetched.
-constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = 4;
+constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kHasAlibi ? 3 : 4;
 
 // --- shared memory
 
@@ -55,7 +57,7 @@ struct alignas(16) published_t : tile_info_t {
 constexpr int kPublished = 8;
 // For a block of queries: its first query, its index among the blocks of sums_q, and
 // whether it is the last of all.
-constexpr int kOrigins = 8;
+constexpr int kOrigins = 8, kToAlibi = kOrigins * sizeof(int4);
 // The next work tile is taken this many blocks of queries before the end of the current
 // one. Earlier, blocks hoard long tiles while others run dry; later, loads are late.
 constexpr int kAhead = 6;
@@ -82,10 +84,13 @@ struct barriers_t {
 struct shared_t {
   barriers_t barriers;
   published_t published[kPublished];
-  int4 origins[kOrigins];
+  // With alibi, kOrigins further on: two floats, the slope, and how far the first query
+  // is behind the first key of the work tile.
+  int4 origins[kHasAlibi ? 2 * kOrigins : kOrigins];
   source_t sources[kMaxSummed];
   places_t places;
-  int next_tile;  // kept here for lack of registers
+  int next_tile;                             // kept here for lack of registers
+  float slopes[kHasAlibi ? kMaxSummed : 1];  // of each source, times log2 e
 };
 
 // Shared memory addresses.
@@ -313,6 +318,15 @@ struct producer_t {
       const unsigned source = ptx::shared_address(shared.sources + n);
       store_place(source, place(slot * num_blocks, head, params_now.q));
       store_place(source + 16, place(of_all * num_blocks, head, grads_now.dout));
+      if constexpr (kHasAlibi) {
+        const operand_t& slopes = params_now.alibi_slopes;
+        index_t offset = head * slopes.head;
+#pragma unroll
+        for (int axis = 0; axis < kBatchDims; ++axis) {
+          offset += at[kBatchDims - 1 - axis] * slopes.batch[axis];
+        }
+        shared.slopes[n] = to<float>(args.score.alibi_slopes[offset]) * float(kLog2e);
+      }
       if (n > 0) continue;
       const unsigned keys = ptx::shared_address(&shared.places);
       store_place(keys, place(row, kv_head, params_now.k));
@@ -382,6 +396,12 @@ struct producer_t {
     wait(smem.q_empty + 8 * stage, (loaded / kStagesQ & 1) ^ 1);
     ptx::store_shared_s32x2(origin, block * kBlockM, from.x + block);
     ptx::store_shared_s32(origin + 8, is_last);
+    if constexpr (kHasAlibi) {
+      const index_t row = shared.places.k.x, i = block * kBlockM;
+      const auto distance = static_cast<float>(args.score.query_offset + i - row);
+      ptx::store_shared_s32x2(origin + kToAlibi, __float_as_int(shared.slopes[summed]),
+                              __float_as_int(distance));
+    }
     const int q_batch[2] = {from.z, from.w};
     load_tile<kBlockM, kChunks>(smem.q + stage * kBytesM, args.inputs.q_map, full,
                                 block * kBlockM, from.y, q_batch);
@@ -548,8 +568,18 @@ struct mainloop_t : mma_t {
   // Half of the queries at a time: P, dS, and their share of dv.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
   template <int kNth> __device__ __forceinline__ void exponentiate_half() {
-    exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2,
-                                                   [&](int n) { return early_lse[n]; });
+    const auto lse = [&](int n) { return early_lse[n]; };
+    if constexpr (kHasAlibi) {
+      const float2 alibi =
+          ptx::load_shared_f32x2(origins + block % kOrigins * 16 + kToAlibi);
+      // Of the first query and key of this thread.
+      const float distance = alibi.y + static_cast<float>(lane % 4 * 2 - lane / 4 -
+                                                          group * 64 - warp * 16);
+      exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2, lse, alibi.x,
+                                                     distance);
+    } else {
+      exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2, lse);
+    }
   }
   template <int kNth> __device__ __forceinline__ void make_ds_half(unsigned stage) {
     make_ds<kNth * kHalf, (kNth + 1) * kHalf>(

@@ -173,6 +173,7 @@ def _bounded():
         yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
     for head_dim in (33, 100, 250):  # rows that end inside a vector
         yield made_up("bfloat16", head_dim), 1
+    yield made_up("float16", 128, alibi_slopes="float32"), 1
     for bounds in ({}, {"right": 0}):
         yield replace(made_up("bfloat16", 192, **bounds), head_dim_v=128), 1
         for head_dim in (192, 256):

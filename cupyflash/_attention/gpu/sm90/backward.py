@@ -44,7 +44,7 @@ BLOCK_N = 128
 TILE_M = 128
 _THREADS = 256
 _FEEDER_THREADS = 128  # more of them, for a producer warpgroup
-_STATIC_BYTES = 5120  # bytes of shared memory other than tiles
+_STATIC_BYTES = 6144  # bytes of shared memory other than tiles
 # The fewest blocks of queries of a part of a tile: two parts cost five more than one.
 _LEAST_PART = 6
 
@@ -110,7 +110,12 @@ class HopperVjpKernel:
         forward = problem.forward
         largest = max(self.tiles)
         reason = gradient_limits.unsupported_reason(
-            problem, device, self.arch, largest, _MOST_SUMMED
+            problem,
+            device,
+            self.arch,
+            largest,
+            _MOST_SUMMED,
+            takes_options=self._has_alibi_alone(problem),
         )
         if reason is not None:
             return reason
@@ -123,6 +128,15 @@ class HopperVjpKernel:
                 f"{device.smem_optin}"
             )
         return None
+
+    def _has_alibi_alone(self, problem: AttentionVjpProblem) -> bool:
+        """Whether alibi is the only option, and the kernel one that applies it."""
+        forward = problem.forward
+        others = replace(forward, alibi_slopes=None)
+        if problem.deterministic or not attention_config.is_plain(others):
+            return False
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return widest <= max(self.tiles) and self.tile(forward).has_producer
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
@@ -205,8 +219,9 @@ class HopperVjpKernel:
                 "ORDERED": int(dq == ORDERED),
             }
             smem = self._smem(forward, dq)
+        # The other kernels see no scores, or none with options.
         defines = attention_config.defines(
-            forward,
+            forward if part == _PRODUCER else replace(forward, alibi_slopes=None),
             batch_dims,
             num_threads,
             GRAD_T=CUDA_TYPES[forward.dtype],
@@ -315,6 +330,8 @@ class HopperVjpKernel:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))
             for part in ("_rows", "", "_dq"):
                 yield self.config(part, longest, batch_dims, 1)
+            if forward.alibi_slopes is not None:
+                continue
             yield self.config("", longest, batch_dims, 1, ORDERED)
             for part in ("", "_queries"):
                 yield self.config(part, longest, batch_dims, 1, APART)

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from cupyflash._attention.gpu import gradient_layout, gradient_limits
-from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm90 import backward as sm90_backward
@@ -13,7 +13,6 @@ from cupyflash._cuda.launch_sequence import At, Counter, PointersAndBytes, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
 _POINTERS = 3 * 8  # bytes of the pointers at the start of cut_t
-_NO_OPTIONS = (0,) * len(OPTIONS)
 _ENTRY_BYTES = sm90_backward.LOCATED.dtype().itemsize
 _PIECE_BYTES = 4 * 64 * 64  # of `pieces` in attention/sm90/backward.cuh
 
@@ -85,7 +84,6 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         config = row.config(part, forward, batch_dims, blocks, dq_way)
         return replace(config, overlaps=part != "_rows")  # the first launch
 
-    options = (*_NO_OPTIONS, "offset")
     params = make.params, make.grads(**entries)
     # A block of _rows has a quarter of the queries of a block.
     launches = [
@@ -102,14 +100,14 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             (
                 inputs, *(() if has_producer else ("entries",)), "stats", "sums",
                 At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
-                "found", Counter(), *options, *params,
+                "found", Counter(), *OPTIONS_AND_OFFSET, *params,
             ),
         ),
     ]  # fmt: skip
     if apart:
         tiles = -(-seqlen_q // sm90_backward.TILE_M)
         arguments = (
-            inputs, "stats", "dq", "found", *options, make.params,
+            inputs, "stats", "dq", "found", *OPTIONS_AND_OFFSET, make.params,
             make.grads_of(("dq",)),
         )  # fmt: skip
         launches.append((config("_queries", num_entries * tiles), arguments))

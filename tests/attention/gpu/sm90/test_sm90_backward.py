@@ -100,6 +100,33 @@ def test_leaves_to_the_next_row(asked, device, reason):
     assert "hopper" in dict(refused)
 
 
+ALIBI = {"alibi_slopes": "float32"}
+
+
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
+def test_takes_alibi_alone_where_a_producer_loads(bounds):
+    def refusal(head_dim, more=None, **options):
+        asked = problem(head_dim=head_dim, more=more, **ALIBI, **bounds, **options)
+        return ROW.unsupported_reason(asked, HOPPER)
+
+    for head_dim in (65, 72, 96, 128):
+        assert refusal(head_dim) is None
+        assert "alibi_slopes" in refusal(head_dim, {"deterministic": True})
+        assert "softcap" in refusal(head_dim, softcap=3.0)
+        assert "sinks" in refusal(head_dim, sinks="float32")
+    for head_dim in (8, 64):
+        assert "alibi_slopes" in refusal(head_dim)
+    assert "alibi_slopes" in refusal(136)
+
+
+def test_alibi_changes_one_kernel():
+    alibi, plain = (problem(head_dim=128, **more).forward for more in (ALIBI, {}))
+    for part in ("_rows", "_dq"):
+        assert ROW.config(part, alibi, 1, 1) == ROW.config(part, plain, 1, 1)
+    defines = dict(ROW.config("", alibi, 1, 1).variant.defines)
+    assert defines["ALIBI_SLOPES_T"] == "float"
+
+
 def test_the_order_of_shared_queries_is_left_to_the_next_row():
     asked = problem(batch=(3,), more={"deterministic": True})
     assert (
@@ -308,6 +335,58 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
 def test_every_length(cupy, rng, dtype, name, seqlens, dims):
     check(cupy, rng, dtype, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+def slopes(rng, *shape):
+    """Some of them negative: farther keys weigh more."""
+    return (rng.random(shape) * 0.3 - 0.1).astype(np.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+def test_alibi_of_every_length(cupy, rng, dtype, name, seqlens):
+    options = {"alibi_slopes": slopes(rng, 4), **BOUNDS[name]}
+    check(cupy, rng, dtype, (128, 128), (4, 2), seqlens, batch=(1,), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 1, 6)])
+@pytest.mark.parametrize("batch_k", [(2, 3), (1, 3), (2, 1)])
+def test_alibi_of_entries_that_share_keys(cupy, rng, shape, batch_k):
+    """A tile of keys meets heads with different slopes."""
+    for causal in (False, True):
+        options = {"batch": (2, 3), "batch_k": batch_k, "causal": causal}
+        options["alibi_slopes"] = slopes(rng, *shape)
+        check(cupy, rng, "bfloat16", (96, 128), (6, 2), (150, 140), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [5, -70, 1 << 20])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_alibi_far_away(cupy, rng, offset, dtype):
+    options = {"alibi_slopes": slopes(rng, 2).astype(dtype) / 64}
+    options |= {"query_offset": offset, "scale": -0.1}
+    check(cupy, rng, "float16", (128, 128), (2, 1), (100, 300), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_alibi_of_what_is_not_finite(cupy, rng, dtype, bad):
+    given = slopes(rng, 2)
+    vjp_laws.what_is_not_seen_never_leaks(
+        cupy, rng, dtype, bad, 128, alibi_slopes=given
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_take_item_after_item_with_alibi(cupy, rng, dtype, causal):
+    options = {"batch": (4,), "causal": causal, "alibi_slopes": slopes(rng, 40)}
+    check(cupy, rng, dtype, (128, 128), (40, 40), (300, 260), **options)
 
 
 @pytest.mark.gpu

@@ -279,7 +279,7 @@ def test_parts_of_very_many_keys(cupy, dtype, seqlen_q):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_copies_take_four_times_the_result_each(cupy, layout):
-    """Of q, k and v whose rows the copy engine cannot read."""
+    """Of q, k and v whose rows TMA cannot read."""
     if cupy.cuda.Device().compute_capability != "90":
         pytest.skip("other cards copy nothing")
     shape = (2, 4, 700, 65) if layout == "bhsd" else (2, 700, 4, 65)

@@ -391,7 +391,7 @@ def _lies_between_vectors(shapes, dtype):
 
 
 def _without_tensor_maps(problem):
-    """The same problem in memory that the copy engine of Hopper cannot read."""
+    """The same problem in memory that TMA cannot read."""
     if hasattr(problem, "forward"):
         forward = _without_tensor_maps(problem.forward)
         return dataclasses.replace(problem, forward=forward)

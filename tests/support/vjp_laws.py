@@ -16,7 +16,7 @@ def poison(cupy, shape):
 
 
 def copy_always(monkeypatch):
-    """Let calls of any length have copies for the copy engine."""
+    """Let calls of any length have copies for TMA."""
     from cupyflash._attention.gpu import backward as attention_vjp_gpu
     from cupyflash._attention.gpu import copies
     from cupyflash._attention.gpu import forward as attention_gpu

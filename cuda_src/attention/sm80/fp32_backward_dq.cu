@@ -69,9 +69,9 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
 }
 
 // Whether parts cannot represent some pairs of the block; its threads divide the work.
-__device__ __forceinline__ bool has_odd_pairs(const view_t& view,
-                                              const scores_t& scores,
-                                              const params_t& params) {
+__device__ __forceinline__ bool has_nonfinite_pairs(const view_t& view,
+                                                    const scores_t& scores,
+                                                    const params_t& params) {
   const float factor =
       fabsf(static_cast<float>(params.scale)) * static_cast<float>(params.head_dim);
   const int num_keys = view.last - view.first;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   };
   shown_tiles_t<kGranule> tiles;
   load_keys(tiles.next(view.first, view.last, shown));
-  if (__syncthreads_or(has_odd_pairs(view, scores, params))) {
+  if (__syncthreads_or(has_nonfinite_pairs(view, scores, params))) {
     ptx::wait_copy_groups<0>();
     if (threadIdx.x == 0) found->nonfinite = 1;
     return;

@@ -229,8 +229,8 @@ def test_rows_take_what_is_just_below_a_limit_and_no_more(cupy):
     assert HOPPER.unsupported_reason(most, device) is None
     fields = HOPPER.schedule(most, device)
     grid = HOPPER.configs(most, 1, device)[0].grid[0]
-    # kCareful of sm90/nonfinite_values.cuh; each block asks for two items beyond the
-    # last.
+    # kCareful of sm90/nonfinite_values.cuh; each block asks for two work tiles beyond
+    # the last.
     assert fields["num_work_tiles"] + 3 * grid < 1 << 30
 
 
@@ -299,11 +299,12 @@ VJP_PRODUCTS = {
     ),
     "hopper": (
         ("sm90/backward_preprocess.cu: block * num_blocks", lambda p: _blocks(p, 64)),
-        ("sm90/backward.cu: item + gridDim.x", lambda p: _tiles(p, 64) + 4 * 132 * 132),
+        ("sm90/backward.cu: number + gridDim.x",
+         lambda p: _tiles(p, 64) + 4 * 132 * 132),
         ("sm90/backward.cu: (tile * kCluster + rank) * kBlockN",
          lambda p: p.seqlen_k + 2 * 256),
         ("sm90/backward.cu: num_blocks * num_summed", lambda p: _blocks(p, 64)),
-        ("sm90/backward_producer.cu: i_last + band.high",
+        ("sm90/backward_producer.cu: diagonal + params_now.right + 1",
          lambda p: p.seqlen_q + (1 << 30)),
     ),
     "hopper_wide": (
@@ -312,7 +313,7 @@ VJP_PRODUCTS = {
          lambda p: _blocks(p, 64)),
         ("sm90/backward_wide.cuh: gridDim.x + number",
          lambda p: max(_tiles(p, 64), _blocks(p, 64)) + 3 * 132),
-        ("sm90/backward_wide_dkdv.cu: item.tile * kBlockN", lambda p: p.seqlen_k + 64),
+        ("sm90/backward_wide_dkdv.cu: tile.tile * kBlockN", lambda p: p.seqlen_k + 64),
         ("sm90/backward_wide_dkdv.cu: blocks of queries of summed entries",
          lambda p: _blocks(p, 64)),
     ),

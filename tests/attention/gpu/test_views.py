@@ -325,7 +325,7 @@ def test_long_sums_of_parts(cupy, rng, dtype, heads, parts):
 )  # fmt: skip
 @pytest.mark.parametrize("seqlen", [70, 1100])
 def test_rows_between_vectors(cupy, rng, seqlen, head_dim, form, kind):
-    """Copied for the copy engine where queries are many, else read as they lie."""
+    """Copied for TMA where queries are many, else read as they lie."""
     shapes = ((2, 4, seqlen, head_dim), *[(2, 2, seqlen, head_dim)] * 2)
     arrays = [rng.normal(size=s).astype(dtype_of("bfloat16")) for s in shapes]
     options = options_of(kind, rng, 4, seqlen, seqlen)

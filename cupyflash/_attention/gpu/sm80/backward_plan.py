@@ -70,7 +70,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
     (grads,) = np.frombuffer(keys.params[-1], grads_dtype(batch_dims))
     num_kept = int(grads["num_kept"])
     num_entries = math.prod(forward.batch) * forward.num_heads
-    items = SCHEDULE.pack(
+    schedule = SCHEDULE.pack(
         {
             "section": row.section(forward, device, num_kept, num_entries // num_kept),
             "slot": tuple(step // matrix for step in dq.entries[:-2]),
@@ -107,7 +107,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
                 *OPTIONS_AND_OFFSET, make.params, make.grads(),
             ),
         ),
-        keys.launch((*inputs, "sums", "found", items)),
+        keys.launch((*inputs, "sums", "found", schedule)),
     ]  # fmt: skip
     if queries:
         launches.append(queries.launch((*inputs, "found")))
@@ -121,7 +121,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
         )
     # The second pass with scrubbed inputs, if a gradient is not finite.
     again = make.careful(("dk", "dv"), "", tile, keys, MAKES_DQ=0)
-    launches.append(again.launch((*inputs, 0, "found", items)))
+    launches.append(again.launch((*inputs, 0, "found", schedule)))
     again = make.careful(("dq",), "_queries", own, queries, STATS_M=stats_m)
     launches.append(again.launch((*inputs, "found")))
     launches += [*keys.sums, *(queries.sums if queries else ())]

@@ -13,6 +13,7 @@ from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs, proble
 from test_sm80_backward import ARCHS, device
 
 import cupyflash
+from cupyflash._attention.gpu import backward_coverage
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.sm80.backward_fp32 import (
     DIMS,
@@ -62,6 +63,22 @@ def test_leaves_to_the_next_row(asked, arch, reason):
     assert reason in MMA_SPLIT_VJP.unsupported_reason(asked, device(arch))
     row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     assert row.name != "mma_split"
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_compile_list_has_both_precisions(precision):
+    parts = MMA_SPLIT_VJP.parts(problem(precision=precision).forward)
+    found = {
+        (variant.entry, defines["HEAD_DIM"])
+        for row, variant in backward_coverage.compile_list(device("sm_90a"), False)
+        if row == "mma_split"
+        and (defines := dict(variant.defines)).get("PARTS") == str(parts)
+    }
+    assert found == {
+        (f"attention_vjp_mma_split{part}", str(dim))
+        for part in (*PARTS, "_prepare")
+        for dim in DIMS
+    }
 
 
 @pytest.mark.parametrize("part", PARTS)

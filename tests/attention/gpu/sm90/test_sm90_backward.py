@@ -324,7 +324,7 @@ check = functools.partial(vjp_laws.check, "hopper")
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Calls of any length may have copies for the copy engine."""
+    """Calls of any length may have copies for TMA."""
     vjp_laws.copy_always(monkeypatch)
 
 

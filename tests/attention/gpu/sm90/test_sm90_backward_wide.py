@@ -334,7 +334,7 @@ OPTION_NAMES = (
 @pytest.mark.parametrize("seqlens", [(64, 64), (304, 208), (96, 1040)])
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
 def test_each_option(cupy, rng, dtype, name, seqlens, head_dim):
-    """float32 rows of 16 keys are whole vectors: the copy engine can read them."""
+    """float32 rows of 16 keys are whole vectors: TMA can read them."""
     options = options_of(name, rng, 2, 4, *seqlens)
     if head_dim == 256 and name in TOO_WIDE:
         pytest.skip("left to the next row")
@@ -443,7 +443,7 @@ def test_the_same_bits_with_options(cupy, rng, name):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Calls of any length may have copies for the copy engine."""
+    """Calls of any length may have copies for TMA."""
     vjp_laws.copy_always(monkeypatch)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 class AttentionCall(NamedTuple):
@@ -123,6 +124,22 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
     if problem.keys_of_part is not None:
         switches["KEY_PARTS"] = 1
     return tuple((name, str(value)) for name, value in switches.items())
+
+
+def launch_config(
+    problem, batch_dims, num_blocks, num_threads, source, entry, *, arch=None, smem=0,
+    **more,
+):  # fmt: skip
+    """The launch of a kernel over blocks, with the defines of a problem and `more`."""
+    variant = Variant(
+        source,
+        entry,
+        defines(problem, batch_dims, num_threads, **more),
+        arch=arch,
+        smem=smem,
+        generated=problem.generated,
+    )
+    return LaunchConfig.over(variant, num_blocks, num_threads)
 
 
 def is_plain(problem):

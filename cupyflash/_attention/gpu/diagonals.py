@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyflash._attention import functions as _functions
-from cupyflash._attention.gpu.config import FUNCTIONS, defines
+from cupyflash._attention.gpu.config import FUNCTIONS, launch_config
 from cupyflash._attention.problem import AttentionProblem, with_cuda
 from cupyflash._core.dtypes import ITEMSIZE
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 NAME = "diagonals"  # of the memory that holds the table
 _THREADS = 256
@@ -84,13 +84,8 @@ def with_table(steps: Any, given: AttentionProblem, problem: AttentionProblem) -
 
 def config(problem: AttentionProblem, num_elements: int = 1) -> LaunchConfig:
     """The launch that makes the table, by the caller's functions."""
-    variant = Variant(
-        source="attention/score/diagonals.cu",
-        entry="attention_diagonals",
-        defines=defines(problem, 1, _THREADS),
-        generated=problem.generated,
-    )
-    return LaunchConfig.over(variant, -(-num_elements // _THREADS), _THREADS)
+    blocks, source = -(-num_elements // _THREADS), "attention/score/diagonals.cu"
+    return launch_config(problem, 1, blocks, _THREADS, source, "attention_diagonals")
 
 
 def _num_diagonals(problem):

@@ -1,7 +1,5 @@
 """Launches common to all gradients: delta, and sums of terms."""
 
-import math
-
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -15,14 +13,16 @@ def rows_config(forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
     """The launch that computes delta, one warp per row."""
     # Only these two options matter to it.
     few = attention_config.without_options(forward, "sinks", "query_lengths")
-    defines = attention_config.defines(
-        few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
+    num_blocks = -(-attention_config.num_rows(forward) * 32 // _ROW_THREADS)
+    return attention_config.launch_config(
+        few,
+        batch_dims,
+        num_blocks,
+        _ROW_THREADS,
+        "attention/simt/backward_preprocess.cu",
+        "attention_vjp_rows",
+        GRAD_T=CUDA_TYPES[forward.dtype],
     )
-    variant = Variant(
-        "attention/simt/backward_preprocess.cu", "attention_vjp_rows", defines
-    )
-    num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
-    return LaunchConfig.over(variant, -(-num_rows * 32 // _ROW_THREADS), _ROW_THREADS)
 
 
 def sum_config(

@@ -3,12 +3,9 @@
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cupyflash._attention.gpu.config import (
-    OPTIONS_AND_OFFSET,
-    defines,
-)
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET, launch_config
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 if TYPE_CHECKING:  # it imports CuPy, which selecting a kernel must not
@@ -57,21 +54,18 @@ class TileLists(NamedTuple):
         self, problem: AttentionProblem, batch_dims: int, num_blocks: int = 1
     ) -> LaunchConfig:
         """The launch that makes the lists."""
-        variant = Variant(
-            source="attention/score/tile_lists.cu",
-            entry="attention_tile_lists",
-            defines=defines(
-                problem,
-                batch_dims,
-                _THREADS,
-                PART_ROWS=self.part_rows,
-                PARTS=self.parts,
-                OTHER_ROWS=self.other_rows,
-                TRANSPOSED=int(self.transposed),
-            ),
-            generated=problem.generated,
+        return launch_config(
+            problem,
+            batch_dims,
+            num_blocks,
+            _THREADS,
+            "attention/score/tile_lists.cu",
+            "attention_tile_lists",
+            PART_ROWS=self.part_rows,
+            PARTS=self.parts,
+            OTHER_ROWS=self.other_rows,
+            TRANSPOSED=int(self.transposed),
         )
-        return LaunchConfig.over(variant, num_blocks, _THREADS)
 
     def _counts(self, problem):
         """(tiles of the owner, tiles of the other side, heads, entries with lists)."""

@@ -9,7 +9,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 # Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
@@ -139,23 +139,20 @@ class TensorFloat64VjpKernel:
     ) -> LaunchConfig:
         """The launch of a part."""
         dim = self.dim(forward)
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_{self.name}_{part}",
-            defines=attention_config.defines(
-                forward,
-                batch_dims,
-                tile.num_threads,
-                GRAD_T=CUDA_TYPES[grad],
-                DIM=dim,
-                BLOCK_N=tile.block_n,
-                MIN_BLOCKS=tile.min_blocks,
-                **attention_config.two_level_sum(forward, part),
-            ),
+        return attention_config.launch_config(
+            forward,
+            batch_dims,
+            num_blocks,
+            tile.num_threads,
+            _SOURCES[part],
+            f"attention_vjp_{self.name}_{part}",
             smem=tile.smem(dim),
-            generated=forward.generated,
+            GRAD_T=CUDA_TYPES[grad],
+            DIM=dim,
+            BLOCK_N=tile.block_n,
+            MIN_BLOCKS=tile.min_blocks,
+            **attention_config.two_level_sum(forward, part),
         )
-        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 TILED_F64_VJP = TensorFloat64VjpKernel(

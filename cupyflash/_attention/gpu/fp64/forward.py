@@ -8,7 +8,7 @@ from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 # Architectures whose float64 tensor cores are at least as fast as their float64 units.
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
@@ -163,17 +163,15 @@ class TensorFloat64Kernel:
         if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         switches |= attention_config.two_level_sum(problem)
-        variant = Variant(
-            source="attention/fp64/forward.cu",
-            entry=f"attention_{self.name}",
-            defines=attention_config.defines(
-                problem, batch_dims, tile.num_threads, **switches
-            ),
+        return attention_config.launch_config(
+            problem,
+            batch_dims,
+            attention_config.num_tiles(problem, tile.block_m),
+            tile.num_threads,
+            "attention/fp64/forward.cu",
+            f"attention_{self.name}",
             smem=tile.smem(*dims),
-            generated=problem.generated,
-        )
-        return LaunchConfig.over(
-            variant, attention_config.num_tiles(problem, tile.block_m), tile.num_threads
+            **switches,
         )
 
 

@@ -105,10 +105,15 @@ class VjpKernel:
         plain = attention_config.is_plain(forward)
         if max(forward.head_dim, forward.head_dim_v) > attention_config.MAX_ONE_SUM:
             more["SUMS_APART"] = 1
-        defines = attention_config.defines(
+        itemsize = ITEMSIZE[forward.compute_dtype]
+        return attention_config.launch_config(
             forward,
             batch_dims,
+            num_blocks,
             tile.num_threads,
+            _SOURCES[part],
+            f"attention_vjp_{part}",
+            smem=rows_in_shared(tile, chunk, itemsize, 1 + single),
             GRAD_T=CUDA_TYPES[grad],
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
@@ -119,15 +124,6 @@ class VjpKernel:
             **attention_config.two_level_sum(forward, part),
             **more,
         )
-        itemsize = ITEMSIZE[forward.compute_dtype]
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_{part}",
-            defines=defines,
-            smem=rows_in_shared(tile, chunk, itemsize, 1 + single),
-            generated=forward.generated,
-        )
-        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 TILED_VJP = VjpKernel(

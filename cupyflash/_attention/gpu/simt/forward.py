@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from cupyflash._attention.gpu.config import (
     SplitKV,
-    defines,
     is_plain,
     largest_full,
     largest_tile,
+    launch_config,
     num_heads,
     num_rows,
     num_tiles,
@@ -22,7 +22,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 
 @dataclass(frozen=True)
@@ -157,14 +157,16 @@ class FusedKernel:
         if tile.block_dv is not None:
             shape["BLOCK_DV"] = tile.block_dv
             num_blocks *= -(-problem.head_dim_v // tile.block_dv)
-        variant = Variant(
-            source=f"attention/simt/{self.name}.cu",
-            entry=f"attention_{self.name}",
-            defines=defines(problem, batch_dims, tile.num_threads, **shape),
+        return launch_config(
+            problem,
+            batch_dims,
+            num_blocks,
+            tile.num_threads,
+            f"attention/simt/{self.name}.cu",
+            f"attention_{self.name}",
             smem=self.smem(tile, *dims, ITEMSIZE[problem.compute_dtype]),
-            generated=problem.generated,
+            **shape,
         )
-        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 @dataclass(frozen=True)
@@ -213,34 +215,26 @@ class UnfusedKernel:
         """The kernel after the first matmul and the one after the second."""
         elem = self.scores_dtype(problem)
         rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
-        plain = without_options(problem)
         return (
-            LaunchConfig.over(
-                Variant(
-                    source=f"attention/simt/{self.name}.cu",
-                    entry=f"attention_{self.name}",
-                    defines=defines(
-                        problem, batch_dims, self.num_threads, elem, **rounding
-                    ),
-                    generated=problem.generated,
-                ),
+            launch_config(
+                problem,
+                batch_dims,
                 num_rows(problem),
                 self.num_threads,
+                f"attention/simt/{self.name}.cu",
+                f"attention_{self.name}",
+                elem=elem,
+                **rounding,
             ),
-            LaunchConfig.over(
-                Variant(
-                    source="attention/simt/values.cu",
-                    entry="attention_values",
-                    defines=defines(
-                        plain,
-                        batch_dims,
-                        self.num_threads,
-                        elem,
-                        VALUE_T=CUDA_TYPES[problem.dtype],
-                    ),
-                ),
+            launch_config(
+                without_options(problem),
+                batch_dims,
                 -(-num_rows(problem) * problem.head_dim_v // self.num_threads),
                 self.num_threads,
+                "attention/simt/values.cu",
+                "attention_values",
+                elem=elem,
+                VALUE_T=CUDA_TYPES[problem.dtype],
             ),
         )
 

@@ -10,8 +10,8 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
-    defines,
     has_terms,
+    launch_config,
     num_heads,
     scale_is_plain,
     too_many,
@@ -21,7 +21,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 # Head dimensions that are compiled; zeros pad.
@@ -216,25 +216,22 @@ class MmaVjpKernel:
                 switches["NUM_WARPS"] = tile.num_threads // 32
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_{self.name}{part}",
-            defines=defines(
-                forward,
-                batch_dims,
-                threads,
-                GRAD_T=CUDA_TYPES[grad],
-                HEAD_DIM=self.dim(forward),
-                BLOCK_M=tile.block_m,
-                BLOCK_N=tile.block_n,
-                MIN_BLOCKS=tile.min_blocks,
-                **switches,
-                **more,
-            ),
+        return launch_config(
+            forward,
+            batch_dims,
+            num_blocks,
+            threads,
+            _SOURCES[part],
+            f"attention_vjp_{self.name}{part}",
             smem=smem,
-            generated=forward.generated,
+            GRAD_T=CUDA_TYPES[grad],
+            HEAD_DIM=self.dim(forward),
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            MIN_BLOCKS=tile.min_blocks,
+            **switches,
+            **more,
         )
-        return LaunchConfig.over(variant, num_blocks, threads)
 
     def rows_blocks(self, forward: AttentionProblem, tile: MmaVjpTile) -> int:
         """Blocks of ``attention/sm80/backward_preprocess.cu``."""

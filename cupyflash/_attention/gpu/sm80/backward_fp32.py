@@ -7,8 +7,8 @@ from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
-    defines,
     has_terms,
+    launch_config,
     num_heads,
     num_rows,
     scale_is_plain,
@@ -20,7 +20,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 # Head dimensions that are compiled; zeros pad.
 DIMS = (64, 128)
@@ -188,24 +188,21 @@ class MmaSplitVjpKernel:
             switches |= two_level_sum(forward, part[1:])
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_{self.name}{part}",
-            defines=defines(
-                forward,
-                batch_dims,
-                threads,
-                GRAD_T=CUDA_TYPES[grad],
-                HEAD_DIM=dim,
-                PARTS=parts,
-                MIN_BLOCKS=1 if tile is None else tile.min_blocks,
-                **switches,
-                **more,
-            ),
+        return launch_config(
+            forward,
+            batch_dims,
+            num_blocks,
+            threads,
+            _SOURCES[part],
+            f"attention_vjp_{self.name}{part}",
             smem=smem,
-            generated=forward.generated,
+            GRAD_T=CUDA_TYPES[grad],
+            HEAD_DIM=dim,
+            PARTS=parts,
+            MIN_BLOCKS=1 if tile is None else tile.min_blocks,
+            **switches,
+            **more,
         )
-        return LaunchConfig.over(variant, num_blocks, threads)
 
     def split_operands(self, forward: AttentionProblem) -> tuple[int, int]:
         """The number of split tiles of all inputs, and their bytes."""

@@ -11,6 +11,7 @@ from cupyflash._attention.gpu.config import (
     has_terms,
     is_plain,
     largest_tile,
+    launch_config,
     most_seen,
     num_heads,
     num_rows,
@@ -405,18 +406,14 @@ class MmaKernel:
             "BLOCK_M": threads // 2,  # for products, which it does not use
             "MIN_BLOCKS": 1,
         }
-        variant = Variant(
-            source="attention/sm80/split_fp32_kv.cu",
-            entry=f"attention_{self.name}_prepare",
-            defines=defines(
-                replace(without_options(problem, "key_lengths"), keys_of_part=None),
-                batch_dims,
-                threads,
-                **switches,
-            ),
-        )
-        return LaunchConfig.over(
-            variant, self._num_split_tiles(problem, tile.block_n), threads
+        return launch_config(
+            replace(without_options(problem, "key_lengths"), keys_of_part=None),
+            batch_dims,
+            self._num_split_tiles(problem, tile.block_n),
+            threads,
+            "attention/sm80/split_fp32_kv.cu",
+            f"attention_{self.name}_prepare",
+            **switches,
         )
 
     def _kind(self, problem: AttentionProblem) -> str:

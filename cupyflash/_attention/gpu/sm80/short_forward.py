@@ -3,11 +3,11 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.config import SplitKV, defines, is_plain
+from cupyflash._attention.gpu.config import SplitKV, is_plain, launch_config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant, by_threshold
+from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
 # Head dimensions that are compiled; zeros pad.
 DIMS = (16, 32, 64, 96, 128)
@@ -112,13 +112,11 @@ def config(
         "MIN_BLOCKS": max(1, _REGISTERS // (num_threads * registers)),
         **more,
     }
-    variant = Variant(
-        source,
-        entry,
-        defines(problem, batch_dims, num_threads, **shape),
-        smem=head_bytes,
-    )
-    return LaunchConfig.over(variant, num_kv_heads(problem), num_threads)
+    num_blocks = num_kv_heads(problem)
+    return launch_config(
+        problem, batch_dims, num_blocks, num_threads, source, entry, smem=head_bytes,
+        **shape,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu.config import is_plain, launch_config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 
@@ -133,7 +133,7 @@ class HopperVjpKernel:
         """Whether alibi is the only option, and the kernel one that applies it."""
         forward = problem.forward
         others = replace(forward, alibi_slopes=None)
-        if problem.deterministic or not attention_config.is_plain(others):
+        if problem.deterministic or not is_plain(others):
             return False
         widest = max(forward.head_dim, forward.head_dim_v)
         return widest <= max(self.tiles) and self.tile(forward).has_producer
@@ -219,22 +219,19 @@ class HopperVjpKernel:
                 "ORDERED": int(dq == ORDERED),
             }
             smem = self._smem(forward, dq)
-        # The other kernels see no scores, or none with options.
-        defines = attention_config.defines(
+        return launch_config(
+            # The other kernels see no scores, or none with options.
             forward if part == _PRODUCER else replace(forward, alibi_slopes=None),
             batch_dims,
+            num_blocks,
             num_threads,
+            _SOURCES[part],
+            f"attention_vjp_{self.name}{part}",
+            arch=self.arch,
+            smem=smem,
             GRAD_T=CUDA_TYPES[forward.dtype],
             **more,
         )
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_{self.name}{part}",
-            defines=defines,
-            arch=self.arch,
-            smem=smem,
-        )
-        return LaunchConfig.over(variant, num_blocks, num_threads)
 
     def schedule(
         self,

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import is_plain
+from cupyflash._attention.gpu.config import is_plain, launch_config
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.gpu.tile_lists import TileLists
@@ -17,7 +16,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 BLOCK = 64  # queries of a block, keys of a tile
@@ -221,22 +220,18 @@ class HopperWideVjpKernel:
                     more["TERMS_OF_KEYS"] = 1
             if makes_dbias and forward.bias:
                 more["DBIAS_T"] = CUDA_TYPES[forward.bias]
-        defines = attention_config.defines(
+        return launch_config(
             forward,
             batch_dims,
+            num_blocks,
             _THREADS[part],
+            _SOURCES[part],
+            f"attention_vjp_hopper{part}",
+            arch=self.arch,
+            smem=self._smem(part, forward),
             GRAD_T=CUDA_TYPES[forward.dtype],
             **more,
         )
-        variant = Variant(
-            source=_SOURCES[part],
-            entry=f"attention_vjp_hopper{part}",
-            defines=defines,
-            arch=self.arch,
-            smem=self._smem(part, forward),
-            generated=forward.generated,
-        )
-        return LaunchConfig.over(variant, num_blocks, _THREADS[part])
 
     def tile_lists(self, part: str) -> TileLists:
         """Lists of the tiles that a mask function shows to those of a kernel."""

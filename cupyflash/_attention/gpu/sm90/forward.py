@@ -10,8 +10,8 @@ from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     SplitKV,
-    defines,
     is_plain,
+    launch_config,
     most_seen,
     num_heads,
     num_rows,
@@ -34,7 +34,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 # Queries, keys and columns of short sequences, and the heads per multiprocessor of
@@ -231,14 +231,14 @@ class HopperKernel:
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
         """Splits of the keys, if tiles of queries alone do not fill the device."""
         tile = self.tile(problem)
-        items = self._num_tiles(problem, tile)
+        work_tiles = self._num_tiles(problem, tile)
         most = most_seen(problem) // _KEYS_OF_SPLIT
         if problem.sinks is not None:  # sinks are added by a block that combines splits
             most = min(most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem))
         # Splits are written and combined in vectors of 4 columns.
         if most < 2 or problem.head_dim_v % 4:
             return 1
-        return max(1, min(device.num_sms // items, most))
+        return max(1, min(device.num_sms // work_tiles, most))
 
     def _bytes_of_split(self, problem):
         """Bytes of the results of a tile for one split of the keys."""
@@ -324,12 +324,14 @@ class HopperKernel:
         config = self.config(self.tile(problem), problem, batch_dims, device)
         if self.num_splits(problem, device) == 1 or self.combines(problem, device):
             return (config,)
-        merge = Variant(
-            source="attention/sm90/forward_combine.cu",
-            entry=f"attention_{self.name}_combine",
-            defines=defines(without_options(problem), batch_dims, _COMBINE_THREADS),
+        return config, launch_config(
+            without_options(problem),
+            batch_dims,
+            num_rows(problem),
+            _COMBINE_THREADS,
+            "attention/sm90/forward_combine.cu",
+            f"attention_{self.name}_combine",
         )
-        return config, LaunchConfig.over(merge, num_rows(problem), _COMBINE_THREADS)
 
     def config(
         self,
@@ -370,17 +372,17 @@ class HopperKernel:
                     switches["KEY_BIAS"] = 1
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
-        variant = Variant(
-            source="attention/sm90/forward.cu",
-            entry=f"attention_{self.name}",
-            defines=defines(problem, batch_dims, tile.num_threads, **switches),
+        num_work_tiles = self._num_tiles(problem, tile) * num_splits
+        return launch_config(
+            problem,
+            batch_dims,
+            min(num_work_tiles, device.num_sms),
+            tile.num_threads,
+            "attention/sm90/forward.cu",
+            f"attention_{self.name}",
             arch=self.arch,
             smem=self._smem(problem),
-            generated=problem.generated,
-        )
-        num_work_tiles = self._num_tiles(problem, tile) * num_splits
-        return LaunchConfig.over(
-            variant, min(num_work_tiles, device.num_sms), tile.num_threads
+            **switches,
         )
 
     def tile_lists(self, problem: AttentionProblem) -> TileLists:

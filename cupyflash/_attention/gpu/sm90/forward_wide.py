@@ -6,7 +6,7 @@ from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     SplitKV,
-    defines,
+    launch_config,
     most_seen,
     num_heads,
     num_tiles,
@@ -16,7 +16,7 @@ from cupyflash._attention.gpu.config import (
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
 # Head dimensions are compiled in steps; zeros pad.
@@ -104,14 +104,18 @@ class HopperWideKernel:
             switches["SCALE_SCORES"] = 1
         if self.is_mapped(problem, batch_dims):
             switches["MAPPED"] = 1
-        variant = Variant(
-            source="attention/sm90/forward_wide.cu",
-            entry=f"attention_{self.name}",
-            defines=defines(problem, batch_dims, _NUM_THREADS, **switches),
+        config = launch_config(
+            problem,
+            batch_dims,
+            num_tiles(problem, BLOCK),
+            _NUM_THREADS,
+            "attention/sm90/forward_wide.cu",
+            f"attention_{self.name}",
             arch=self.arch,
             smem=self.smem(problem),
+            **switches,
         )
-        return (LaunchConfig.over(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
+        return (config,)
 
 
 HOPPER_WIDE = HopperWideKernel(name="hopper_wide", methods=("tiled", "auto"))

@@ -145,9 +145,15 @@ def _outer(xp, a, b):
 
 
 def _kernel_sum(problem, kernel, x, y, values):
+    return _run(problem, "kernel_sum", kernel, x, y, values)[0]
+
+
+def _run(problem, reduction, kernel, x, y, values, **more):
+    """A reduction over other clouds, by another kernel."""
+    more = {"log_weights": None, **more}
     return api.run(
         problem.of(
-            reduction="kernel_sum",
+            reduction=reduction,
             kernel=kernel,
             x=x,
             y=y,
@@ -155,9 +161,9 @@ def _kernel_sum(problem, kernel, x, y, values):
             num_y=y.shape[-2],
             num_values=values.shape[-1],
             values=values,
-            log_weights=None,
+            **more,
         )
-    )[0]
+    )
 
 
 # --- sums -----------------------------------------------------------------------------
@@ -233,20 +239,8 @@ def _of_mean(xp, problem: PointsProblem, dout, dlse, out, lse):
 def _weighted(xp, problem, kernel, to, of, log_of, log_to, values):
     """Sum over `of` of exp(log_of + log_to) K times values, for each of `to`."""
     if kernel.log is not None and kernel.expression is None:
-        means, lse = api.run(
-            problem.of(
-                reduction="mean",
-                kernel=kernel,
-                x=to,
-                y=of,
-                num_x=to.shape[-2],
-                num_y=of.shape[-2],
-                num_values=values.shape[-1],
-                values=values,
-                log_weights=log_of,
-                return_lse=True,
-            )
-        )
+        more = {"log_weights": log_of, "return_lse": True}
+        means, lse = _run(problem, "mean", kernel, to, of, values, **more)
         return xp.exp(lse + log_to)[..., None] * means
     # The derivative of a function may have either sign.
     top = log_of.max(axis=-1, keepdims=True)

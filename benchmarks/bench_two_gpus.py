@@ -358,7 +358,7 @@ def by_dask(args, on_gpu):
     kind = cluster.LocalCUDACluster if on_gpu else cluster.LocalCluster
     more = {} if on_gpu else {"dashboard_address": ":0", "processes": False}
     rows, columns = (65_536, 32_768) if on_gpu else (64, 256)
-    heads, seqlen, dim = (16, 524_288, 128) if on_gpu else (8, 64, 8)
+    heads, seqlen, dim = (16, 262_144, 128) if on_gpu else (8, 64, 8)
     dtype = np.float16 if on_gpu else np.float32
     found = {}
     for workers in (1, 2):
@@ -381,6 +381,9 @@ def by_dask(args, on_gpu):
                     call().compute()
                     times.append(time.perf_counter() - start)
                 found.setdefault(name, {})[f"seconds_{workers}"] = min(times)
+                print(
+                    f"{time.strftime('%X')} Dask, {workers}: {name} {min(times):.3f} s"
+                )
     for row in found.values():
         row["times_one"] = row["seconds_1"] / row["seconds_2"]
     return found

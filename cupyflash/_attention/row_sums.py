@@ -56,8 +56,13 @@ def is_whole(sum_p, lse, dtype=None):
 
     `dtype` is that of P, if not that of its sum.
     """
-    allowed = 8 * np.finfo(dtype or sum_p.dtype).eps * (1 + np.abs(lse))
+    allowed = may_be_off(dtype or sum_p.dtype) * (1 + np.abs(lse))
     return (sum_p > 0) & (np.abs(sum_p - 1) <= allowed)
+
+
+def may_be_off(dtype):
+    """How far the sum of P may be from 1, where lse is 0."""
+    return dtype.type(8 * np.finfo(dtype).eps)
 
 
 @functools.cache

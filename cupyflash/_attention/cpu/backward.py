@@ -52,22 +52,32 @@ def attention_vjp(*arguments):
     """attention_vjp() of NumPy arrays; one like a call before needs no checks."""
     dout, q, k, v, out, lse, bias, mask, *rest = arguments
     key = checked.key_of(q, dout, k, v, out, lse, bias, mask, *rest)
-    problem, is_one_box = _checked.get(key, (None, False))
+    problem, direct = _checked.get(key, (None, None))
+    operands = None
+    _, _, query_offset, _, _, sinks, slopes, query_lengths, key_lengths, *rest = rest
+    dlse = rest[3]
     if problem is None:
         problem, operands = vjp_problem.attention_vjp(*arguments)
         if key is not None:
-            found = problem, backward_entries.is_one_box(problem)
-            checked.remember(_checked, key, found)
-        return run(problem, operands)
-    _, _, query_offset, _, _, sinks, slopes, query_lengths, key_lengths, *rest = rest
-    inputs = checked.operands_of(
-        problem.forward, q, k, v, bias, mask, sinks, slopes, query_offset,
-        query_lengths, key_lengths,
-    )  # fmt: skip
-    dlse = rest[3]
-    operands = vjp_problem.views(problem.forward, inputs, dout, out, lse, dlse)
-    grads = backward_entries.one_box(problem, operands) if is_one_box else None
-    return grads or run(problem, operands)
+            if backward_entries.Direct.takes_vjp(problem):
+                direct = backward_entries.Direct(problem)
+            checked.remember(_checked, key, (problem, direct))
+    else:
+        checked.check_lengths_of(problem.forward, query_lengths, key_lengths)
+    if direct is not None:  # in the first call, too: it rounds otherwise than `run`
+        grads = direct.gradients(
+            dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
+            key_lengths,
+        )  # fmt: skip
+        if grads is not None:
+            return grads
+    if operands is None:
+        inputs = checked.operands_of(
+            problem.forward, q, k, v, bias, mask, sinks, slopes, query_offset,
+            query_lengths, key_lengths,
+        )  # fmt: skip
+        operands = vjp_problem.views(problem.forward, inputs, dout, out, lse, dlse)
+    return run(problem, operands)
 
 
 def run(problem, operands, row_sums=None):

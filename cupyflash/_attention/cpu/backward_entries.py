@@ -1,7 +1,8 @@
 """Gradients of attention on NumPy arrays where entries are small: many at a time.
 
 The formulas are those of `cpu/backward.py`, with all rows and keys of an entry in one
-matrix. NumPy multiplies the matrices of a box one by one, so that no entry depends on
+matrix. So delta comes from P and dP themselves, and dS adds up to what it must; only
+where lse is over more keys than the call has, it comes from `out`. NumPy multiplies the matrices of a box one by one, so that no entry depends on
 the others.
 """
 
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._attention.cpu import entries
 from cupyflash._attention.cpu.block import (
     finite_base,
     num_threads,
@@ -20,18 +22,17 @@ from cupyflash._attention.cpu.entries import (
     Entries,
     has_whole_entries,
     is_finite,
+    is_small_dot,
     split_heads,
-    visible_keys,
 )
-from cupyflash._attention.row_sums import is_whole
+from cupyflash._attention.problem import heads_first
+from cupyflash._attention.row_sums import is_whole, may_be_off
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
 
 # Bytes of a box: scores, what it reads, and what it adds.
 _BOX_BYTES = 1 << 20
-# Numbers of k up to which a correction costs less than to see whether it matters.
-_FEW_NUMBERS = 256
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -78,39 +79,129 @@ def num_heads(forward):
     return math.prod(forward.batch) * forward.num_kv_heads
 
 
-def is_one_box(problem):
-    """Whether the calling thread computes one box that is dq, dk and dv as they are."""
-    forward = problem.forward
-    heads = num_heads(forward)
-    asked = problem.need_dbias or problem.need_dsinks or problem.need_dscore
-    shapes = problem.q_shape, problem.k_shape, problem.v_shape
-    whole = (0, forward.seqlen_k)
-    return (
-        not asked
-        and forward.layout == "bhsd"
-        and heads > 0
-        and takes(problem)
-        and heads <= heads_of_a_box(problem)
-        # No batch axis is shared, and no key is out of sight.
-        and all(shape[:-3] == forward.batch for shape in shapes)
-        and visible_keys(forward, forward.query_offset, 0, forward.seqlen_q) == whole
-    )
+class Direct(entries.Direct):
+    """Gradients of one box in the calling thread; a call like it had the checks.
+
+    It does what `EntryGradients.of_a_box` does, and leaves to it what is not finite.
+    """
+
+    @classmethod
+    def takes_vjp(cls, problem):
+        """Whether calls like this one can be made this way."""
+        forward = problem.forward
+        shapes = problem.q_shape, problem.k_shape, problem.v_shape
+        return (
+            cls.takes(forward, problem.q_shape, problem.k_shape)
+            and takes(problem)
+            and num_heads(forward) <= heads_of_a_box(problem)
+            and not forward.has_functions
+            # No batch axis is shared.
+            and all(shape[:-3] == forward.batch for shape in shapes)
+        )
+
+    def __init__(self, problem):
+        super().__init__(problem.forward)
+        self._problem = problem
+        self._may_hide |= bool(problem.forward.query_lengths)
+        self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
+        self._may_be_off = may_be_off(self._dtype)
+        self._is_small_for_blas &= all(
+            is_small_dot(problem.forward, math.prod(shape))
+            for shape in (problem.q_shape, problem.k_shape)
+        )
+
+    def gradients(self, dout, q, k, v, *others):
+        """The gradients, or None where they take the long way."""
+        flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
+        if not (flags and dout.flags.c_contiguous):
+            return None
+        run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
+        return run(self._gradients, dout, q, k, v, *others)
+
+    def _gradients(
+        self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
+        key_lengths,
+    ):  # fmt: skip
+        if self._groups is not None:
+            dout, q, k, v = (self._heads(x) for x in (dout, q, k, v))
+            bias, mask = (self._split(x, -3) for x in (bias, mask))
+            lse, dlse = (self._split(x, -2) for x in (lse, dlse))
+            slopes, sinks = (self._split(x, -1) for x in (slopes, sinks))
+        q, s = self._products(q, k)
+        slope = None
+        if self._cap:
+            np.multiply(np.tanh(np.divide(s, self._cap, s), s), self._cap, s)
+            slope = _derivative_of_cap(s, self._cap)
+        self._add_and_hide(s, bias, mask, slopes, key_lengths)
+        lse = lse[..., None]
+        if self._may_hide:
+            lse = finite_base(lse)
+        if query_lengths is not None:  # padding has no P, nor a sink
+            lse = np.where(self._padding(query_lengths), self._dtype.type(np.inf), lse)
+        p = np.exp(np.subtract(s, lse, s), s)
+        dp = self._product(dout, v)
+        sum_p, of_sink = product(p, self._ones), None
+        if sinks is not None:
+            of_sink = np.exp(self._sinks(sinks) - lse)
+            np.add(sum_p, of_sink, sum_p)
+        if self._may_hide:  # in a row without P it does not matter
+            np.copyto(sum_p, 1, where=sum_p == 0)
+        off = np.abs(np.subtract(sum_p, 1))
+        if not (off <= self._may_be_off * (np.abs(lse) + 1)).all():
+            return None  # lse is over more keys than there are here
+        down = None if dlse is None else dlse[..., None]
+        delta = _subtract_delta(p, dp, sum_p, of_sink, down)
+        ds = np.multiply(dp, p, dp)
+        by_score = ds if slope is None else ds * slope
+        dq, dk = product(by_score, k), product(by_score.swapaxes(-1, -2), q)
+        if not (is_finite(dq) and is_finite(dk)):
+            return None
+        dv = product(p.swapaxes(-1, -2), dout)
+        np.multiply(dq, self._factor, dq)
+        if not self._folds:  # else it is in q
+            np.multiply(dk, self._factor, dk)
+        problem, dbias, dsinks = self._problem, None, None
+        if problem.need_dbias:
+            dtype = arrays.to_dtype(problem.forward.bias)
+            dbias = _sum_to(self._joined(ds), problem.bias_shape, dtype)
+        if problem.need_dsinks:
+            dtype = arrays.to_dtype(problem.forward.sinks)
+            of_rows = self._joined(of_sink * -delta)
+            of_heads = of_rows.sum((-2, -1), np.float64)
+            dsinks = _sum_to(of_heads, problem.sinks_shape, dtype)
+        if self._groups is not None:
+            dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
+        return AttentionGrads(
+            self._as_given(dq, problem.q_shape),
+            self._as_given(dk, problem.k_shape),
+            self._as_given(dv, problem.v_shape),
+            dbias,
+            dsinks,
+        )
+
+    def _joined(self, x):
+        """`x` with one axis for all heads, if they were in groups."""
+        if self._groups is None:
+            return x
+        return x.reshape((*x.shape[:-4], -1, *x.shape[-2:]))
+
+    def _as_given(self, x, shape):
+        """A gradient in the layout of the call."""
+        x = self._joined(x)
+        if self._groups is not None and len(shape) > 2:
+            x = heads_first(x, self._layout)  # its own inverse
+        return np.ascontiguousarray(x).reshape(shape)
 
 
-def one_box(problem, operands):
-    """The gradients by the only box; None if something is not finite."""
-    forward = problem.forward
-    box = tuple(slice(0, n) for n in (*forward.batch, forward.num_kv_heads))
-    entries = EntryGradients(problem, operands)
-    terms = _threads.run_with_blas(entries.of_a_box, box, _threads.Scratch())
-    if terms is None:
-        return None
-    dtype = arrays.to_dtype(forward.dtype)
-    return AttentionGrads(
-        np.ascontiguousarray(terms.dq, dtype).reshape(problem.q_shape),
-        np.ascontiguousarray(terms.dk, dtype).reshape(problem.k_shape),
-        np.ascontiguousarray(terms.dv, dtype).reshape(problem.v_shape),
+def _sum_to(x, shape, dtype):
+    """The sum over axes that an array of `shape` lacks, or has once."""
+    ones = (1,) * (x.ndim - len(shape)) + tuple(shape)
+    axes = tuple(
+        i for i, (n, m) in enumerate(zip(x.shape, ones, strict=True)) if n != m
     )
+    if axes:
+        x = np.add.reduce(x, axes, np.float64, None, True)
+    return np.ascontiguousarray(x, dtype).reshape(shape)
 
 
 class EntryGradients(Entries):
@@ -172,12 +263,22 @@ class EntryGradients(Entries):
         if exact:
             np.copyto(p, 0, where=~visible)
             np.copyto(dp, 0, where=~visible)
-        down = self._down(here, visible if exact else None)
-        delta = self._products_with_out(dout, here, scratch, exact) - down
         of_sink = None
         if self._sinks is not None:
             of_sink = np.exp(self._sinks[here[-3:-1]] - lse)
-        ds = terms = np.multiply(np.subtract(dp, delta, out=dp), p, out=dp)
+        sum_p = _row_sums(p)
+        if of_sink is not None:
+            sum_p += of_sink
+        if self._hides:  # in a row without P it does not matter
+            np.copyto(sum_p, 1, where=sum_p == 0)
+        down = self._down(here, visible if exact else None)
+        whole, of_all = is_whole(sum_p, lse), None
+        if not whole.all():
+            of_all = self._products_with_out(dout, here, scratch, exact)
+            if down is not None:
+                of_all = of_all - down
+        delta = _subtract_delta(p, dp, sum_p, of_sink, down, whole, of_all)
+        ds = terms = np.multiply(dp, p, out=dp)
         if slope is not None:
             ds = ds * slope
         if exact:
@@ -189,28 +290,10 @@ class EntryGradients(Entries):
             dv = _times_values(p.swapaxes(-1, -2), seen, dout)
         else:
             dq = product(ds, k)
-            if not (is_finite(dq) and is_finite(q)):
-                return None
             dk = product(ds.swapaxes(-1, -2), q)
+            if not (is_finite(dq) and is_finite(dk)):
+                return None
             dv = product(p.swapaxes(-1, -2), dout)
-        sum_ds, sum_p = _row_sums(terms), _row_sums(p)
-        if of_sink is not None:
-            sum_ds -= of_sink * delta
-            sum_p += of_sink
-        missing = down - sum_ds
-        has_sum = is_whole(sum_p, lse) & np.isfinite(missing)
-        missing = np.where(has_sum, missing, 0)
-        matters = has_sum
-        if k.shape[-2] * k.shape[-1] > _FEW_NUMBERS:
-            matters = has_sum & self._matters(missing, k, dq, exact)
-        if matters.any():
-            share = np.where(matters, missing, 0) / np.where(has_sum, sum_p, 1)
-            weights = p if slope is None else p * slope
-            if exact:
-                mean = _times_values(np.where(visible, weights, 0), visible, k)
-            else:
-                mean = product(weights, k)
-            np.add(dq, share * mean, out=dq)
         if factor != 1:
             np.multiply(dk, factor, out=dk)
         np.multiply(dq, self.dtype.type(self.problem.scale), out=dq)
@@ -230,8 +313,7 @@ class EntryGradients(Entries):
         slope, reads = None, []
         self._cap(s)
         if self.problem.softcap:
-            slope = s / self.dtype.type(self.problem.softcap)
-            slope = np.subtract(1, np.multiply(slope, slope, out=slope), out=slope)
+            slope = _derivative_of_cap(s, self.dtype.type(self.problem.softcap))
         functions = self._functions(s, entries, rows, first, last)
         if functions is not None and functions.has_score:
             by_s, reads = functions.differentiate(s, self._vjp.need_dscore)
@@ -248,38 +330,56 @@ class EntryGradients(Entries):
         return np.einsum("...d,...d->...", dout, out)[..., None]
 
     def _down(self, here, visible):
-        """The gradient of lse, 0 without one.
+        """The gradient of lse, or None.
 
         With `visible`, what is no number does not flow into a row that sees no key.
         """
         if self._dlse is None:
-            return self.dtype.type(0)
+            return None
         down = self._dlse[here][..., None]
         if visible is None:
             return down
         is_blind = ~visible.any(axis=-1, keepdims=True)
         return np.where(is_blind & ~np.isfinite(down), 0, down)
 
-    def _matters(self, missing, k, dq, exact):
-        """Of which entries dq loses too much to rows of dS whose sums are not right."""
-        if exact:
-            k, dq = (np.where(np.isfinite(x), x, 0) for x in (k, dq))
-        lost = _largest(missing) * _largest(k)
-        return lost > MAY_BE_LOST[self.problem.dtype] * _largest(dq)
+
+def _subtract_delta(p, dp, sum_p, of_sink, down, whole=None, of_all=None):
+    """Subtract from the rows of dP what makes dS add up to `down`; return it.
+
+    `down`, the gradient of lse, may be None for 0; `sum_p` is the sum of a row of P and
+    its sink. What rounding has left, which dq multiplies by the keys, goes in a second
+    step. Rows that are not whole, with lse over more keys than these, take `of_all`.
+    """
+    delta = _lack(p, dp, sum_p, None, None, down)
+    if of_all is not None:
+        delta = np.where(whole, delta, of_all)
+    np.subtract(dp, delta, out=dp)
+    lack = _lack(p, dp, sum_p, of_sink, delta, down)
+    if of_all is not None:
+        lack = np.where(whole, lack, 0)
+    np.subtract(dp, lack, out=dp)
+    return np.add(delta, lack, out=delta)
+
+
+def _derivative_of_cap(s, cap):
+    """The derivative of cap * tanh(score / cap), which is `s`."""
+    slope = s / cap
+    return np.subtract(1, np.multiply(slope, slope, out=slope), out=slope)
+
+
+def _lack(p, dp, sum_p, of_sink, delta, down):
+    """How far P * dP, and the sink's part of it, are from adding up to `down`."""
+    sums = np.einsum("...ij,...ij->...i", p, dp)[..., None]
+    if down is not None:
+        np.subtract(sums, down, out=sums)
+    if of_sink is not None:
+        np.subtract(sums, of_sink * delta, out=sums)
+    return np.divide(sums, sum_p, out=sums)
 
 
 def _row_sums(x):
-    """The sums over keys; of rows that lie in lines of memory by BLAS, in a third."""
-    if x.strides[-1] == x.itemsize and x.shape[-1] > 1:
-        return product(x, np.ones((x.shape[-1], 1), x.dtype))
-    return np.add.reduce(x, -1, None, None, True)
-
-
-def _largest(x):
-    """The largest size of a number of each matrix, (..., 1, 1)."""
-    axes = (-2, -1)
-    most, least = x.max(axes, None, True, 0), x.min(axes, None, True, 0)
-    return np.maximum(most, -least)
+    """The sums over keys by BLAS, which takes a third of the time."""
+    return product(x, np.ones((x.shape[-1], 1), x.dtype))
 
 
 def _halves(box):

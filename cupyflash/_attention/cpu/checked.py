@@ -11,7 +11,7 @@ from cupyflash._attention.problem import (
 )
 
 _MOST = 1024
-_PLAIN = frozenset((type(None), bool, int, float, str))
+_PLAIN = frozenset((type(None), bool, int, float, str))  # of equal ones the type counts
 
 
 def remember(table, key, found):
@@ -29,13 +29,16 @@ def is_narrow(x, q):
 def key_of(q, *others):
     """All that the checks of a call depend on, or None if they look at more.
 
-    Of arrays that is the shape and the dtype; `operands_of` looks at lengths. The
+    Of arrays that is the shape and the dtype; `check_lengths_of` looks at lengths. The
     numbers of a float64 array may be too large for float32 scores.
     """
     if type(q) is not np.ndarray:
         return None
     key: list[Any] = [q.shape, q.dtype]
     for x in others:
+        if x is None or x is False or x is True:
+            key.append(x)
+            continue
         kind = type(x)
         if kind is np.ndarray:
             if x.dtype.kind == "O" or (x.dtype.kind == "f" and not is_narrow(x, q)):
@@ -50,18 +53,31 @@ def key_of(q, *others):
     return tuple(key)
 
 
+def is_free(out, arguments):
+    """Whether results can go into `out`, with no look at single elements."""
+    if type(out) is not np.ndarray:
+        return False
+    arrays = [x for x in arguments if type(x) is np.ndarray]
+    overlaps = sum(np.may_share_memory(x, out) for x in arrays)  # one is `out` itself
+    return out.flags.c_contiguous and out.flags.writeable and overlaps <= 1
+
+
+def check_lengths_of(problem, query_lengths, key_lengths):
+    """Refuse lengths beyond their axes; a number is in the key."""
+    if isinstance(query_lengths, np.ndarray):
+        check_lengths("query_lengths", query_lengths, "seqlen_q", problem.seqlen_q)
+    if isinstance(key_lengths, np.ndarray):
+        check_lengths("key_lengths", key_lengths, "seqlen_k", problem.seqlen_k)
+
+
 def operands_of(
     problem, q, k, v, bias=None, mask=None, sinks=None, alibi_slopes=None,
     query_offset=None, query_lengths=None, key_lengths=None,
 ):  # fmt: skip
-    """Operands of a problem as the checks make them."""
+    """Operands of a problem as the checks make them; lengths have been checked."""
     q, k, v = (heads_first(x, problem.layout) for x in (q, k, v))
     batch, heads = problem.batch, (problem.num_heads,)
     scores = (*batch, *heads, problem.seqlen_q, problem.seqlen_k)
-    if query_lengths is not None:
-        check_lengths("query_lengths", query_lengths, "seqlen_q", problem.seqlen_q)
-    if key_lengths is not None:
-        check_lengths("key_lengths", key_lengths, "seqlen_k", problem.seqlen_k)
     if problem.query_offset != "array":
         query_offset = None
     return AttentionOperands(

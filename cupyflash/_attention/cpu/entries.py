@@ -26,6 +26,7 @@ from cupyflash._attention.cpu.block import (
     times_values,
 )
 from cupyflash._attention.cpu.functions import TileFunctions, positions
+from cupyflash._attention.problem import heads_first
 from cupyflash._core import threads as _threads
 
 # Bytes of the scores of a box, and numbers of q, k and v that it reads, or converts.
@@ -107,8 +108,12 @@ def _is_small_for_blas(problem):
     narrow = min(rows, keys, problem.head_dim, problem.head_dim_v) == 1
     work = rows * keys * max(problem.head_dim, problem.head_dim_v)
     results = math.prod(problem.out_shape)
-    small_dot = problem.compute_dtype == "float32" or results <= _SMALL_DOT
-    return small_dot and work <= _SMALL_FOR_BLAS[not narrow]
+    return work <= _SMALL_FOR_BLAS[not narrow] and is_small_dot(problem, results)
+
+
+def is_small_dot(problem, size):
+    """Whether `is_finite` of `size` results needs no thread of BLAS."""
+    return problem.compute_dtype == "float32" or size <= _SMALL_DOT
 
 
 def is_one_box(problem):
@@ -195,6 +200,12 @@ def _weigh(s, v, o, sink, hides):
     return np.divide(o, divisor, o), base, d, divisor
 
 
+def uses_offset(problem):
+    """Whether it matters where the queries are among the keys."""
+    bounds = problem.left, problem.right, problem.alibi_slopes
+    return problem.has_functions or bounds != (None, None, None)
+
+
 def visible_keys(problem, offset, start, stop):
     """(first, last) of the keys that rows [start, stop) may see by their bounds."""
     first, last = 0, problem.seqlen_k
@@ -219,24 +230,20 @@ class Direct:
     """
 
     @staticmethod
-    def takes(problem, q, k):
+    def takes(problem, q_shape, k_shape):
         """Whether calls like this one can be made this way."""
         return (
             is_one_box(problem)
             and problem.dtype == problem.compute_dtype
-            and problem.num_heads == problem.num_kv_heads
-            and problem.layout == "bhsd"
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
-            and not (problem.query_lengths or problem.key_lengths)
-            and problem.query_offset != "array"
+            and (isinstance(problem.query_offset, int) or not uses_offset(problem))
             # Entries.compute reads the keys alone that some row may see.
             and visible_keys(problem, problem.query_offset, 0, problem.seqlen_q)
             == (0, problem.seqlen_k)
             and (problem.heads_axis or not (problem.sinks or problem.alibi_slopes))
             # No batch axis of v alone.
-            and np.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-            == problem.out_shape[:-2]
+            and np.broadcast_shapes(q_shape[:-3], k_shape[:-3]) == problem.batch
         )
 
     def __init__(self, problem):
@@ -246,14 +253,25 @@ class Direct:
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
         self._side_by_side = _lies_side_by_side(problem)
+        self._layout = problem.layout
+        self._out_shape, self._lse_shape = problem.out_shape, problem.lse_shape
+        # The axes of the heads of k and v, and of the heads of a group; or one for all.
+        self._groups = None
+        heads = (problem.num_heads,)
+        if problem.heads_axis and (problem.group_size > 1 or problem.layout != "bhsd"):
+            self._groups = heads = problem.num_kv_heads, problem.group_size
         rows, keys = problem.seqlen_q, problem.seqlen_k
-        diagonal = np.arange(rows)[:, None] + problem.query_offset
+        offset = problem.query_offset if uses_offset(problem) else 0
+        self._rows, self._keys = np.arange(rows)[:, None], np.arange(keys)
+        diagonal = self._rows + offset
         hidden = np.zeros((rows, keys), bool)
         if problem.left is not None:
-            hidden |= np.arange(keys) < diagonal - problem.left
+            hidden |= self._keys < diagonal - problem.left
         if problem.right is not None:
-            hidden |= np.arange(keys) > diagonal + problem.right
-        self._may_hide = bool(problem.mask_function or problem.mask)
+            hidden |= self._keys > diagonal + problem.right
+        self._may_hide = bool(
+            problem.mask_function or problem.mask or problem.key_lengths
+        )
         blind = hidden.all(axis=1)
         self._blind_rows = None
         if blind.any() and (problem.return_lse or problem.sinks):
@@ -271,35 +289,40 @@ class Direct:
         self._return_lse = problem.return_lse
         self._distance = None
         if problem.alibi_slopes:
-            self._distance = np.abs(diagonal - np.arange(keys)).astype(self._dtype)
+            self._distance = np.abs(diagonal - self._keys).astype(self._dtype)
+        # What makes lengths of batch entries stand beside their scores.
+        of_scores = (None,) * (len(heads) + 2) if problem.heads_axis else ()
+        self._of_batch = (..., *of_scores)
         self._places = None
         if problem.has_functions:
-            b = _numbers(problem.batch)[..., None, None, None]
-            h = _numbers((problem.num_heads,))[..., None, None]
+            b = _numbers(problem.batch)[(..., *(None,) * (len(heads) + 2))]
+            h = _numbers(heads)[..., None, None]
             b, h = (x.item() if x.size == 1 else x for x in (b, h))
-            self._places = positions(b, h, problem.query_offset, rows, 0, keys)
+            self._places = positions(b, h, offset, rows, 0, keys)
 
-    def __call__(
-        self, q, k, v, bias, functions=None, mask=None, sinks=None, alibi_slopes=None
-    ):
-        """(out, lse or None), or None where it takes the long way."""
+    def __call__(self, q, k, v, bias, functions=None, *options, out=None):
+        """(out, lse or None), or None where it takes the long way.
+
+        `options` are mask, sinks, slopes, and the lengths of queries and keys.
+        """
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
         run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
-        return run(self._compute, q, k, v, bias, functions, mask, sinks, alibi_slopes)
+        return run(self._compute, q, k, v, out, bias, functions, *options)
 
-    def _compute(self, q, k, v, bias, functions, mask, sinks, slopes):
-        if self._folds:
-            q = np.multiply(q, self._factor)
-        elif self._may_be_square and np.may_share_memory(q, k):
-            q = q.copy()
-        if self._side_by_side:
-            s = np.matmul(k, q.swapaxes(-1, -2)).swapaxes(-1, -2)
-        else:
-            s = np.matmul(q, k.swapaxes(-1, -2))
-        if not self._folds:
-            np.multiply(s, self._factor, s)
+    def _compute(
+        self, q, k, v, out, bias, functions, mask=None, sinks=None, slopes=None,
+        query_lengths=None, key_lengths=None,
+    ):  # fmt: skip
+        values = out
+        if self._groups is not None:
+            if out is None:
+                values = out = np.empty(self._out_shape, self._dtype)
+            q, k, v, values = (self._heads(x) for x in (q, k, v, values))
+            bias, mask = (self._split(x, -3) for x in (bias, mask))
+            slopes, sinks = (self._split(x, -1) for x in (slopes, sinks))
+        q, s = self._products(q, k)
         if self._cap:
             np.multiply(np.tanh(np.divide(s, self._cap, s), s), self._cap, s)
         if functions is not None:
@@ -309,28 +332,86 @@ class Direct:
                 functions.hide(s)
             except IndexError:  # perhaps of a pair that an option hides
                 return None
-        if bias is not None:
-            np.add(s, bias, s)
-        if slopes is not None:
-            slopes = slopes.astype(self._dtype)[..., None, None]
-            np.subtract(s, slopes * self._distance, s)
-        if self._hidden is not None:
-            np.add(s, self._hidden, s)
-        if mask is not None:
-            np.copyto(s, -np.inf, where=~mask)
-        if sinks is not None:  # far below float32 there is no sink
-            sinks = sinks.astype(self._dtype)[..., None, None]
-        out, base, d, _ = _weigh(s, v, None, sinks, self._may_hide)
+        self._add_and_hide(s, bias, mask, slopes, key_lengths)
+        if sinks is not None:
+            sinks = self._sinks(sinks)
+        o, base, d, _ = _weigh(s, v, values, sinks, self._may_hide)
+        if out is None:
+            out = o
         if self._blind_rows is not None:
-            out[..., self._blind_rows, :] = 0
+            o[..., self._blind_rows, :] = 0
         # What overflows takes the long way, too, as do rows that see no key by their
         # bias: they are NaN.
         if not is_finite(out):
             return None
+        padding = None
+        if query_lengths is not None:
+            padding = self._padding(query_lengths)
+            np.copyto(o, 0, where=padding)
         if not self._return_lse:
             return out, None
         np.add(base, np.log(d, dtype=np.float64), out=d, casting="unsafe")
-        return out, d[..., 0]
+        if padding is not None:
+            np.copyto(d, -np.inf, where=padding)
+        return out, d.reshape(self._lse_shape)
+
+    def _products(self, q, k):
+        """(q as it is multiplied, scale * q k^T)."""
+        if self._folds:
+            q = np.multiply(q, self._factor)
+        elif self._may_be_square and np.may_share_memory(q, k):
+            q = q.copy()
+        s = self._product(q, k)
+        if not self._folds:
+            np.multiply(s, self._factor, s)
+        return q, s
+
+    def _product(self, a, b):
+        """a b^T, one number a score."""
+        if self._side_by_side:
+            return np.matmul(b, a.swapaxes(-1, -2)).swapaxes(-1, -2)
+        return np.matmul(a, b.swapaxes(-1, -2))
+
+    def _padding(self, query_lengths):
+        """Which rows are beyond their lengths, beside the scores."""
+        return self._rows >= np.asarray(query_lengths)[self._of_batch]
+
+    def _add_and_hide(self, s, bias, mask, slopes, key_lengths):
+        """Bias, alibi and masks, in place."""
+        if bias is not None:
+            np.add(s, bias, s)
+        if slopes is not None:
+            slopes = np.asarray(slopes, self._dtype)[..., None, None]
+            np.subtract(s, slopes * self._distance, s)
+        if self._hidden is not None:
+            np.add(s, self._hidden, s)
+        if mask is not None:
+            np.copyto(s, -np.inf, where=np.logical_not(mask))
+        if key_lengths is not None:
+            beyond = self._keys >= np.asarray(key_lengths)[self._of_batch]
+            np.copyto(s, -np.inf, where=beyond)
+
+    def _sinks(self, sinks):
+        """Sinks beside the scores of their heads; far below float32 there is none."""
+        return np.asarray(sinks, self._dtype)[..., None, None]
+
+    # Axes where heads come in groups.
+
+    def _heads(self, x):
+        """`x` as (*batch, heads of k and v, heads of a group, rows, columns)."""
+        return None if x is None else self._split(heads_first(x, self._layout), -3)
+
+    def _split(self, x, axis):
+        """`x` with two axes in place of that of heads, if it has one."""
+        if x is None or np.ndim(x) < -axis:
+            return x
+        shape = x.shape
+        at = len(shape) + axis
+        num_kv_heads, group_size = self._groups
+        heads = shape[at], 1
+        if shape[at] == num_kv_heads * group_size:
+            heads = self._groups
+        return x.reshape(shape[:at] + heads + shape[at + 1 :])
 
 
 def _all_pairs():

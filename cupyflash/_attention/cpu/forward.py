@@ -72,11 +72,16 @@ def attention(*arguments):
         if problem is not None:
             operands = checked.operands_of(problem, q, k, v, bias)
             return run(problem, operands._replace(functions=given), compute)
-    elif given is None and out is None:
+    elif given is None and (out is None or checked.is_free(out, arguments)):
         key = checked.key_of(*arguments)
         problem, direct, compute = _checked.get(key, _UNKNOWN)
+        if problem is not None:
+            checked.check_lengths_of(problem, query_lengths, key_lengths)
         if direct is not None:
-            result = direct(q, k, v, bias, None, mask, sinks, alibi_slopes)
+            result = direct(
+                q, k, v, bias, None, mask, sinks, alibi_slopes, query_lengths,
+                key_lengths, out=out,
+            )  # fmt: skip
             if result is not None:
                 return result
         if problem is not None:
@@ -84,11 +89,14 @@ def attention(*arguments):
                 problem, q, k, v, bias, mask, sinks, alibi_slopes, query_offset,
                 query_lengths, key_lengths,
             )  # fmt: skip
+            if out is not None:
+                heads_out = heads_first(out, layout)
+                operands = operands._replace(out=heads_out, given_out=out)
             return run(problem, operands, compute)
     problem, operands = attention_problem.attention(*arguments)
     problem, operands = functions.as_options(problem, operands)
     if key is not None:
-        takes = entries.Direct.takes(problem, q, k)
+        takes = entries.Direct.takes(problem, q.shape, k.shape)
         direct = entries.Direct(problem) if takes else None
         compute = entries.run_one_box if entries.is_one_box(problem) else None
         checked.remember(_checked, key, (problem, direct, compute))

@@ -842,3 +842,120 @@ def test_a_thread_holds_few_scores():
         rows_of_a_task = told["rows_of_a_task"]
         scores = rows_of_a_task * min(keys, told["keys_of_a_block"])
         assert scores <= most or rows_of_a_task == 1
+
+
+# --- calls like an earlier one -------------------------------------------------------
+
+_AGAIN = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (3, 2), "softcap": 5.0},
+    "bshd": {"layout": "bshd", "causal": True},
+    "groups": {"kv_heads": 2, "causal": True},
+    "groups, bshd": {"kv_heads": 2, "layout": "bshd"},
+    "one head of keys": {"kv_heads": 1, "softcap": 3.0},
+    "key lengths": {"key_lengths": np.array([5, 0])},
+    "lengths": {"key_lengths": np.array([5, 9]), "query_lengths": np.array([0, 7])},
+    "a length": {"key_lengths": 5, "query_lengths": 6},
+    "lengths, groups": {"key_lengths": np.array([[4], [9]])[:, 0], "kv_heads": 2},
+    "lengths, causal": {"key_lengths": np.array([5, 9]), "causal": True},
+    "sinks": {"sinks": np.array([0.3, -1, 2, 0]), "kv_heads": 2, "layout": "bshd"},
+    "one sink": {"sinks": 0.5, "kv_heads": 2},
+    "slopes": {"alibi_slopes": np.array([0.5, 1, 2, 0.1]), "kv_heads": 2},
+    "mask": {"mask": np.tri(8, 9, 1, bool), "kv_heads": 2},
+    "mask of heads": {"mask": np.arange(4 * 72).reshape(4, 8, 9) % 5 > 0},
+    "bias of heads": {"bias": np.sin(np.arange(288.0)).reshape(4, 8, 9), "kv_heads": 2},
+    "more queries than keys": {"causal": True, "query_offset": -3},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", _AGAIN)
+def test_a_call_like_an_earlier_one(name, dtype):
+    """It skips the checks, and gives the same numbers."""
+    options = dict(_AGAIN[name])
+    kv_heads = options.pop("kv_heads", 4)
+    for option in ("sinks", "alibi_slopes", "bias"):
+        if isinstance(options.get(option), np.ndarray):
+            options[option] = options[option].astype(dtype)
+    rng = np.random.default_rng(1)
+    shapes = [(2, 4, 8, 16), (2, kv_heads, 9, 16), (2, kv_heads, 9, 5), (2, 4, 8, 5)]
+    if options.get("layout") == "bshd":
+        shapes = [(b, n, h, d) for b, h, n, d in shapes]
+    q, k, v, dout = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+    gradients = {
+        "need_dbias": "bias" in options,
+        "need_dsinks": "sinks" in options,
+        "dlse": rng.normal(size=(2, 4, 8)).astype(dtype),
+    }
+    first, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    of_first = cupyflash.attention_vjp(
+        dout, q, k, v, first, lse, **options, **gradients
+    )
+    out = np.full_like(first, np.nan)
+    for given in ({}, {}, {"out": out}, {"out": out}):
+        again, lse_again = cupyflash.attention(
+            q, k, v, return_lse=True, **options, **given
+        )
+        assert again.tobytes() == first.tobytes()
+        assert lse_again.tobytes() == lse.tobytes()
+        assert again.flags.c_contiguous
+        assert again is out or not given
+    of_again = cupyflash.attention_vjp(
+        dout, q, k, v, first, lse, **options, **gradients
+    )
+    # Arrays that are not contiguous go through tasks.
+    of_views = cupyflash.attention_vjp(
+        dout, np.repeat(q, 2, -1)[..., ::2], k, v, first, lse, **options, **gradients
+    )
+    bound = 1e-5 if dtype == "float32" else 1e-13
+    for a, b, c in zip(of_first, of_again, of_views, strict=True):
+        if a is None:
+            assert b is c is None
+            continue
+        assert (a.shape, a.dtype) == (b.shape, b.dtype) == (c.shape, c.dtype)
+        assert b.flags.c_contiguous
+        assert a.tobytes() == b.tobytes()
+        assert np.abs(b - c).max() <= bound * np.abs(c).max()
+
+
+def test_a_call_like_an_earlier_one_looks_at_values():
+    """Shapes and dtypes are known; lengths, and where `out` lies, are not."""
+    q, k, v = np.random.default_rng(1).normal(size=(3, 2, 4, 8, 8))
+    lengths, memory = np.array([5, 8]), np.empty((2, *q.shape))
+    for _ in range(2):
+        out, lse = cupyflash.attention(
+            q, k, v, key_lengths=lengths, return_lse=True, out=memory[0]
+        )
+        cupyflash.attention_vjp(q, q, k, v, out, lse, key_lengths=lengths)
+    expected = out.copy()
+    memory[0] = q
+    for x in (memory[0], memory[0][:, ::-1]):
+        with pytest.raises(ValueError, match="out shares memory with q"):
+            cupyflash.attention(x, k, v, key_lengths=lengths, out=memory[0])
+    with pytest.raises(ValueError, match="key_lengths must be from 0 to"):
+        cupyflash.attention(q, k, v, key_lengths=lengths + 1, out=memory[0])
+    with pytest.raises(ValueError, match="key_lengths must be from 0 to"):
+        cupyflash.attention_vjp(q, q, k, v, out, lse, key_lengths=lengths - 6)
+    memory.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        cupyflash.attention(q, k, v, key_lengths=lengths, out=memory[0])
+    other = np.empty((2, 4, 8, 16))[..., ::2]
+    cupyflash.attention(q, k, v, key_lengths=lengths, out=other)
+    assert np.array_equal(other, expected)
+
+
+def test_gradients_over_some_of_the_keys():
+    """With lse over more keys than a small call has, `out` knows the other sums."""
+    rng = np.random.default_rng(2)
+    q, k, v, dout = rng.normal(size=(4, 3, 2, 12, 16))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    halves = [
+        cupyflash.attention_vjp(dout, q, k[:, :, part], v[:, :, part], out, lse)
+        for part in (slice(0, 5), slice(5, 12))
+    ]
+    assert np.allclose(halves[0].dq + halves[1].dq, whole.dq, rtol=0, atol=1e-13)
+    for name in ("dk", "dv"):
+        parts = np.concatenate([getattr(half, name) for half in halves], axis=2)
+        assert np.allclose(parts, getattr(whole, name), rtol=0, atol=1e-13)

@@ -101,7 +101,7 @@ figures(
 # keys may be empty or beyond a window. A test counts how often each of these is drawn.
 #
 # ``make gpu-fuzz`` draws 5,000. It asks the package's own plans, which need no GPU,
-# which kernels a problem would launch. Of twelve candidates it keeps the one whose
+# which kernels a problem would launch. Of 36 candidates it keeps the one whose
 # kernels have run least so far, and slow kernels get fewer problems. The kernels are
 # compiled on all cores first. Then the problems run in parallel processes, so one that
 # crashes its process, or hangs, is a single bad problem. Every seed gives different

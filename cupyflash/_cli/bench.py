@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
-
 from cupyflash._cli import bench_cases, console, measure
 from cupyflash._cli.bench_cases import AttentionCase, SoftmaxCase
 from cupyflash._core import extras
@@ -50,13 +48,7 @@ def add_arguments(parser):
 
 def run(args):
     """Measure, print and write; returns 0."""
-    args.output.mkdir(parents=True, exist_ok=True)
-    on_gpu = not args.cpu and measure.cuda_device_count() > 0
-    xp = np
-    if on_gpu:
-        import cupy as xp
-    machine = measure.machine(on_gpu)
-    print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
+    xp, on_gpu, machine = measure.begin(args)
     softmax, attention = [], []
     cases = [
         *(_SOFTMAX_GPU if on_gpu else _SOFTMAX_CPU),

@@ -68,13 +68,7 @@ def add_arguments(parser):
 def run(args):
     """Run all parts of the demo."""
     start = time.perf_counter()
-    args.output.mkdir(parents=True, exist_ok=True)
-    on_gpu = not args.cpu and measure.cuda_device_count() > 0
-    xp = np
-    if on_gpu:
-        import cupy as xp
-    machine = measure.machine(on_gpu)
-    print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
+    xp, on_gpu, machine = measure.begin(args)
     side = args.size or (_SIDE_ON_GPU if on_gpu else _SIDE_ON_CPU)
     for package, what in (("matplotlib", "picture"), ("sklearn", "comparison with it")):
         if not _has(package):

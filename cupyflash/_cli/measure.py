@@ -5,6 +5,7 @@ The calls are timed in rounds, interleaved, since a GPU that warms up slows all 
 
 import datetime
 import gc
+import importlib
 import math
 import os
 import platform
@@ -50,6 +51,18 @@ class Timing:
     best: float
     worst: float
     turns: int
+
+
+def begin(args: Any) -> tuple[Any, bool, dict[str, Any]]:
+    """The array module, whether it is CuPy, and the machine; makes the output folder.
+
+    `args` has `output` and `cpu`; the processor, or the GPU, is printed.
+    """
+    args.output.mkdir(parents=True, exist_ok=True)
+    on_gpu = not args.cpu and cuda_device_count() > 0
+    found = machine(on_gpu)
+    print(f"Running on {found['gpu' if on_gpu else 'processor']}.")
+    return importlib.import_module("cupy" if on_gpu else "numpy"), on_gpu, found
 
 
 def cuda_device_count() -> int:

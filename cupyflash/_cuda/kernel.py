@@ -62,6 +62,17 @@ class LaunchConfig:
         grid = min(num_blocks, _GRID_X), -(-num_blocks // _GRID_X)
         return cls(variant, grid, (num_threads,), **more)
 
+    @classmethod
+    def over_threads(
+        cls, source: str, entry: str, num_threads: int, defines: dict[str, Any]
+    ):
+        """The same with enough blocks for `num_threads`, NUM_THREADS in each."""
+        variant = Variant(
+            source, entry, tuple((name, str(x)) for name, x in defines.items())
+        )
+        block = int(defines["NUM_THREADS"])
+        return cls.over(variant, -(-num_threads // block), block)
+
     @property
     def num_blocks(self) -> int:
         return math.prod(self.grid)

@@ -4,7 +4,7 @@ import math
 
 from cupyflash._attention.problem import MergeProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import AXES, Struct
 
 _THREADS = 128
@@ -45,11 +45,10 @@ def parts_config(
         defines["SUMS"] = "1"
     if out_dtype not in (None, problem.dtype):
         defines["OUT_T"] = CUDA_TYPES[out_dtype]
-    variant = Variant(
-        "attention/combine.cu", "attention_combine", tuple(defines.items())
-    )
     num_warps = num_rows * max(-(-problem.head_dim_v // (32 * columns)), 1)
-    return LaunchConfig.over(variant, -(-num_warps * 32 // _THREADS), _THREADS)
+    return LaunchConfig.over_threads(
+        "attention/combine.cu", "attention_combine", 32 * num_warps, defines
+    )
 
 
 def is_few(
@@ -86,8 +85,7 @@ def few_config(problem: MergeProblem, row_dims: int) -> LaunchConfig:
         "ROW_DIMS": str(row_dims),
         "NUM_THREADS": str(_THREADS),
     }
-    variant = Variant(
-        "attention/combine_few.cu", "attention_combine_few", tuple(defines.items())
-    )
     num_threads = math.prod(problem.shape) * lanes
-    return LaunchConfig.over(variant, -(-num_threads // _THREADS), _THREADS)
+    return LaunchConfig.over_threads(
+        "attention/combine_few.cu", "attention_combine_few", num_threads, defines
+    )

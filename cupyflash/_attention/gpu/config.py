@@ -183,6 +183,15 @@ def largest_full(tiles, seqlen):
     return largest_tile(tiles, 1, seqlen, lambda tile: 0)
 
 
+def compiled_dims(problem, dims):
+    """head_dim and head_dim_v as they are compiled, each the next of `dims`."""
+    dim, dim_v = (
+        next(n for n in dims if n >= wanted)
+        for wanted in (problem.head_dim, problem.head_dim_v)
+    )
+    return dim, dim_v
+
+
 def num_heads(problem):
     """Query heads over all batch entries."""
     return math.prod(problem.batch) * problem.num_heads

@@ -7,6 +7,7 @@ from typing import Any
 import cupy
 
 from cupyflash._attention.gpu import copy_config
+from cupyflash._attention.gpu.config import num_rows
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import strides as _strides
@@ -119,5 +120,5 @@ def made_to_fit(
 
 def most_copied(problem: AttentionProblem) -> int:
     """The most bytes that a copy for TMA may have."""
-    rows = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
+    rows = num_rows(problem)
     return _MOST_COPIED * rows * problem.head_dim_v * 2

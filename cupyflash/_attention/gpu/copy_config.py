@@ -1,5 +1,7 @@
 """Launches that copy to rows padded to whole vectors, and back."""
 
+from typing import Any
+
 from cupyflash._attention.gpu.config import LONG_AXIS
 from cupyflash._core.dtypes import CUDA_TYPES, WORDS
 from cupyflash._cuda.kernel import LaunchConfig, Variant
@@ -22,15 +24,15 @@ def copy_config(
     dtype: str, row_dims: int, num_columns: int, num_vectors: int
 ) -> LaunchConfig:
     """The launch that copies a matrix to rows of whole vectors."""
-    defines = {
+    defines: dict[str, Any] = {
         "ELEM_T": CUDA_TYPES[dtype],
-        "ROW_DIMS": str(row_dims),
-        "NUM_THREADS": str(_COPY_THREADS),
+        "ROW_DIMS": row_dims,
+        "NUM_THREADS": _COPY_THREADS,
     }
     if num_columns > LONG_AXIS:
-        defines["LONG_AXES"] = "1"
-    variant = Variant("copy/align_rows.cu", "attention_copy", tuple(defines.items()))
-    return LaunchConfig.over(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
+        defines["LONG_AXES"] = 1
+    source, entry = "copy/align_rows.cu", "attention_copy"
+    return LaunchConfig.over_threads(source, entry, num_vectors, defines)
 
 
 MATRICES = 3  # per launch

@@ -3,7 +3,7 @@
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 _ROW_THREADS = 256
 _SUM_THREADS = 256
@@ -39,9 +39,5 @@ def sum_config(
         "LANES": str(lanes),
         "NUM_THREADS": str(_SUM_THREADS),
     }
-    variant = Variant(
-        "attention/simt/backward_reduce.cu", "attention_vjp_sum", tuple(defines.items())
-    )
-    return LaunchConfig.over(
-        variant, -(-num_sums * lanes // _SUM_THREADS), _SUM_THREADS
-    )
+    source, entry = "attention/simt/backward_reduce.cu", "attention_vjp_sum"
+    return LaunchConfig.over_threads(source, entry, num_sums * lanes, defines)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.fp64.forward import ARCHS, WARP_ROWS
+from cupyflash._attention.gpu.fp64.forward import WARP_ROWS, unsupported_reason
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -65,25 +65,8 @@ class TensorFloat64VjpKernel:
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
         """Why these kernels do not support `problem` on `device`, or None."""
-        forward = problem.forward
-        if forward.dtype != "float64":
-            return f"takes float64, not {forward.dtype}"
-        if device.arch not in ARCHS:
-            return f"{device.arch} has no fast tensor cores for float64"
-        if max(forward.head_dim, forward.head_dim_v) > self.dims[-1]:
-            return (
-                f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} are "
-                f"not both up to {self.dims[-1]}"
-            )
-        if reason := attention_config.too_many(self.counts(problem, device)):
-            return reason
-        if not self.fitting(forward, device):
-            return (
-                f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} need "
-                f"more shared memory than the {device.smem_optin} bytes that a block "
-                "may have"
-            )
-        return None
+        counts, most = self.counts(problem, device), self.dims[-1]
+        return unsupported_reason(problem.forward, device, most, counts, self.fitting)
 
     def counts(
         self, problem: AttentionVjpProblem, device: Device
@@ -97,8 +80,7 @@ class TensorFloat64VjpKernel:
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimensions as they are compiled."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return next(n for n in self.dims if n >= widest)
+        return max(attention_config.compiled_dims(forward, self.dims))
 
     def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
         """The tiles that fit on `device`.

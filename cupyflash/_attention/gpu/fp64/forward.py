@@ -1,6 +1,6 @@
 """The kernel spec of float64 attention: tensor cores, and how it is launched."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,34 @@ class Tile:
         return 8 * (self.block_m * dim_of_q + of_kv + of_scores)
 
 
+def unsupported_reason(
+    problem: AttentionProblem,
+    device: Device,
+    most: int,
+    counts: dict[str, tuple[int, int]],
+    tiles: Callable[[AttentionProblem, Device], tuple],
+) -> str | None:
+    """Why kernels for heads of up to `most` columns do not support `problem`, or None.
+
+    `tiles` are those that fit on the device.
+    """
+    if problem.dtype != "float64":
+        return f"takes float64, not {problem.dtype}"
+    if device.arch not in ARCHS:
+        return f"{device.arch} has no fast tensor cores for float64"
+    heads = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+    if max(problem.head_dim, problem.head_dim_v) > most:
+        return f"{heads} are not both up to {most}"
+    if reason := attention_config.too_many(counts):
+        return reason
+    if not tiles(problem, device):
+        return (
+            f"{heads} need more shared memory than the {device.smem_optin} bytes that "
+            "a block may have"
+        )
+    return None
+
+
 @dataclass(frozen=True)
 class TensorFloat64Kernel:
     """float64 tensor cores.
@@ -69,24 +97,8 @@ class TensorFloat64Kernel:
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
         """Why this kernel does not support `problem` on `device`, or None."""
-        if problem.dtype != "float64":
-            return f"takes float64, not {problem.dtype}"
-        if device.arch not in ARCHS:
-            return f"{device.arch} has no fast tensor cores for float64"
-        if max(problem.head_dim, problem.head_dim_v) > self.dims[-1]:
-            return (
-                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are "
-                f"not both up to {self.dims[-1]}"
-            )
-        if reason := attention_config.too_many(self.counts(problem, device)):
-            return reason
-        if not self._tiles(problem, device):
-            return (
-                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} need "
-                f"more shared memory than the {device.smem_optin} bytes that a block "
-                "may have"
-            )
-        return None
+        counts = self.counts(problem, device)
+        return unsupported_reason(problem, device, self.dims[-1], counts, self._tiles)
 
     def counts(
         self, problem: AttentionProblem, device: Device

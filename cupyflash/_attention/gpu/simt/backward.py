@@ -9,7 +9,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 
 # The widest chunk of columns of a head that a block holds.
 _MAX_CHUNK = 128
@@ -132,14 +132,7 @@ TILED_VJP = VjpKernel(
     fast=True,
     tiles={
         4: (
-            (
-                64,
-                (
-                    Tile(64, 64, 256),
-                    Tile(32, 64, 128),
-                    Tile(32, 32, 128),
-                ),
-            ),
+            (64, (Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 128))),
             (
                 128,
                 (
@@ -186,10 +179,7 @@ def dscore_config(forward, batch_dims: int, tile: Tile, largest: int) -> LaunchC
 
 def dscore_finish_config(grad: str, size: int) -> LaunchConfig:
     """The launch that makes floats of sums."""
-    defines = ("GRAD_T", CUDA_TYPES[grad]), ("NUM_THREADS", str(_FINISH_THREADS))
-    variant = Variant(
-        "attention/simt/backward_dscore_finish.cu",
-        "attention_vjp_dscore_finish",
-        defines,
-    )
-    return LaunchConfig.over(variant, -(-size // _FINISH_THREADS), _FINISH_THREADS)
+    defines = {"GRAD_T": CUDA_TYPES[grad], "NUM_THREADS": _FINISH_THREADS}
+    source = "attention/simt/backward_dscore_finish.cu"
+    entry = "attention_vjp_dscore_finish"
+    return LaunchConfig.over_threads(source, entry, size, defines)

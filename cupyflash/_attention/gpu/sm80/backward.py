@@ -10,6 +10,7 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
+    compiled_dims,
     has_terms,
     launch_config,
     num_heads,
@@ -168,8 +169,7 @@ class MmaVjpKernel:
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return min(n for n in DIMS if n >= widest)
+        return max(compiled_dims(forward, DIMS))
 
     def tile(
         self, part: str, forward: AttentionProblem, device: Device
@@ -236,7 +236,7 @@ class MmaVjpKernel:
     def rows_blocks(self, forward: AttentionProblem, tile: MmaVjpTile) -> int:
         """Blocks of ``attention/sm80/backward_preprocess.cu``."""
         rows = _ROW_THREADS // (self.dim(forward) // 8)
-        entries = math.prod(forward.batch) * forward.num_heads
+        entries = num_heads(forward)
         return entries * -(-forward.seqlen_q // tile.block_m) * (tile.block_m // rows)
 
     def section(
@@ -312,10 +312,7 @@ MMA_VJP = MmaVjpKernel(
                 MmaVjpTile(32, 128, 128, min_blocks=2, spills_on=("sm_100",)),
                 MmaVjpTile(64, 128, 256, warps_m=2),
             ),
-            128: (
-                MmaVjpTile(64, 128, 256, warps_m=2),
-                MmaVjpTile(32, 64, 128),
-            ),
+            128: (MmaVjpTile(64, 128, 256, warps_m=2), MmaVjpTile(32, 64, 128)),
             256: (
                 MmaVjpTile(64, 64, 256, warps_m=4),
                 MmaVjpTile(64, 64, 256, warps_m=4, stages=1),

@@ -7,6 +7,7 @@ from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
+    compiled_dims,
     has_terms,
     launch_config,
     num_heads,
@@ -148,8 +149,7 @@ class MmaSplitVjpKernel:
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return min(n for n in DIMS if n >= widest)
+        return max(compiled_dims(forward, DIMS))
 
     def tile(
         self, part: str, forward: AttentionProblem, device: Device
@@ -206,7 +206,7 @@ class MmaSplitVjpKernel:
 
     def split_operands(self, forward: AttentionProblem) -> tuple[int, int]:
         """The number of split tiles of all inputs, and their bytes."""
-        heads = math.prod(forward.batch) * forward.num_heads
+        heads = num_heads(forward)
         heads_kv = math.prod(forward.batch) * forward.num_kv_heads
         count = 2 * heads * granules(forward.seqlen_q)
         count += 2 * heads_kv * granules(forward.seqlen_k)
@@ -214,7 +214,7 @@ class MmaSplitVjpKernel:
 
     def stats_bytes(self, forward: AttentionProblem) -> int:
         """Bytes of the statistics of queries for the kernel of keys."""
-        heads = math.prod(forward.batch) * forward.num_heads
+        heads = num_heads(forward)
         return heads * granules(forward.seqlen_q) * _STATS
 
     def section(
@@ -277,10 +277,7 @@ def makes(part: str, names: tuple[str, ...]) -> dict[str, int]:
 # registers allow; otherwise several blocks, which hide each other's barriers.
 _QUERIES: _Tiles = {
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
-    64: (
-        MmaSplitVjpTile(128, 128, min_blocks=2),
-        MmaSplitVjpTile(128, 256),
-    ),
+    64: (MmaSplitVjpTile(128, 128, min_blocks=2), MmaSplitVjpTile(128, 256)),
     128: (
         MmaSplitVjpTile(128, 256),
         MmaSplitVjpTile(64, 128),
@@ -294,10 +291,7 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
     tiles={
         ("_queries", False): _QUERIES,
         ("_queries", True): {
-            64: (
-                MmaSplitVjpTile(64, 128, min_blocks=2),
-                MmaSplitVjpTile(128, 256),
-            ),
+            64: (MmaSplitVjpTile(64, 128, min_blocks=2), MmaSplitVjpTile(128, 256)),
             128: _QUERIES[128],
         },
         ("_keys", False): {
@@ -314,10 +308,7 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
             ),
         },
         ("_keys", True): {
-            64: (
-                MmaSplitVjpTile(64, 128, min_blocks=2),
-                MmaSplitVjpTile(128, 256),
-            ),
+            64: (MmaSplitVjpTile(64, 128, min_blocks=2), MmaSplitVjpTile(128, 256)),
             128: (
                 MmaSplitVjpTile(128, 256, apart=True),
                 MmaSplitVjpTile(64, 128, apart=True),

@@ -7,6 +7,7 @@ from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
     SplitKV,
+    compiled_dims,
     defines,
     has_terms,
     is_plain,
@@ -271,7 +272,7 @@ class MmaKernel:
         """Tiles of queries per block, for the least total time."""
         if not self.is_persistent(tile, problem):
             return 1
-        heads = math.prod(problem.batch) * problem.num_heads
+        heads = num_heads(problem)
         tiles = -(-problem.seqlen_q // tile.block_m)
         if tile.warps_per_row > 1 and tiles > _MOST_TILES:
             return 1
@@ -300,11 +301,7 @@ class MmaKernel:
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
-        dim, dim_v = (
-            next(n for n in DIMS if n >= wanted)
-            for wanted in (problem.head_dim, problem.head_dim_v)
-        )
-        return dim, dim_v
+        return compiled_dims(problem, DIMS)
 
     def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
         """The tiles that fit on `device`, with equal block_n and warps_per_row."""
@@ -390,7 +387,7 @@ class MmaKernel:
             smem=self.smem(tile, problem),
             generated=problem.generated,
         )
-        heads = math.prod(problem.batch) * problem.num_heads
+        heads = num_heads(problem)
         num_blocks = -(-problem.seqlen_q // (tile.block_m * rounds))
         # Many heads are spread over the third axis as well.
         grid = num_blocks, min(heads, _GRID_Y), -(-heads // _GRID_Y)

@@ -3,7 +3,12 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.config import SplitKV, is_plain, launch_config
+from cupyflash._attention.gpu.config import (
+    SplitKV,
+    compiled_dims,
+    is_plain,
+    launch_config,
+)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
@@ -29,9 +34,7 @@ def in_tiles(rows: int) -> int:
 
 def dims(problem: AttentionProblem) -> tuple[int, int]:
     """head_dim and head_dim_v as they are compiled."""
-    asked = problem.head_dim, problem.head_dim_v
-    dim, dim_v = (next(n for n in DIMS if n >= wanted) for wanted in asked)
-    return dim, dim_v
+    return compiled_dims(problem, DIMS)
 
 
 def matrix_bytes(rows: int, columns: int, itemsize: int) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import is_plain, launch_config
+from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
@@ -140,8 +140,7 @@ class HopperVjpKernel:
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return min(n for n in self.tiles if n >= widest)
+        return max(compiled_dims(forward, self.tiles))
 
     def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
         """The tile measured best for a length."""

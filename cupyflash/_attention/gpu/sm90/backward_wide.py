@@ -1,6 +1,5 @@
 """The kernel spec of gradients for wide heads and options on sm_90a."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,12 @@ from typing import Any
 import numpy as np
 
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import is_plain, launch_config
+from cupyflash._attention.gpu.config import (
+    compiled_dims,
+    is_plain,
+    launch_config,
+    num_heads,
+)
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.gpu.tile_lists import TileLists
@@ -159,8 +163,7 @@ class HopperWideVjpKernel:
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return min(n for n in self.dims if n >= widest)
+        return max(compiled_dims(forward, self.dims))
 
     def _stages(self, part, forward):
         """The first stages that fit; the last ones if none do."""
@@ -244,7 +247,7 @@ class HopperWideVjpKernel:
         if is_plain(forward):
             # A block has an eighth of the queries of a block of the main kernel.
             blocks = -(-forward.seqlen_q // BLOCK) * 8
-            blocks *= math.prod(forward.batch) * forward.num_heads
+            blocks *= num_heads(forward)
             return self.config("_rows", forward, batch_dims, blocks)
         tile = MmaVjpTile(BLOCK, BLOCK, 256)
         blocks = MMA_VJP.rows_blocks(forward, tile)

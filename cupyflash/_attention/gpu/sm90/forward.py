@@ -10,6 +10,7 @@ from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     SplitKV,
+    compiled_dims,
     is_plain,
     launch_config,
     most_seen,
@@ -180,7 +181,7 @@ class HopperKernel:
         Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
         """
         longest = max(problem.seqlen_q, problem.seqlen_k)
-        heads = math.prod(problem.batch) * problem.num_heads
+        heads = num_heads(problem)
         return (
             longest <= _SHORT
             and max(problem.head_dim, problem.head_dim_v) <= _SHORT
@@ -192,10 +193,7 @@ class HopperKernel:
 
     def _dims(self, problem):
         """head_dim and head_dim_v as they are compiled."""
-        return tuple(
-            next(n for n in self.dims if n >= wanted)
-            for wanted in (problem.head_dim, problem.head_dim_v)
-        )
+        return compiled_dims(problem, self.dims)
 
     def tile(self, problem: AttentionProblem) -> HopperTile:
         """The tile measured best for a length and kind of mask."""
@@ -271,7 +269,7 @@ class HopperKernel:
     def _num_tiles(self, problem, tile):
         """Tiles of queries, over all heads and batch entries."""
         pack = self.pack(problem)
-        heads = math.prod(problem.batch) * problem.num_heads // pack
+        heads = num_heads(problem) // pack
         return heads * -(-problem.seqlen_q * pack // tile.block_m)
 
     def _ladder(self, problem):
@@ -404,7 +402,7 @@ class HopperKernel:
         """How work tiles are divided, and units of exponents: fields of inputs_t."""
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
-        num_heads = math.prod(problem.batch) * problem.num_heads // pack
+        heads = num_heads(problem) // pack
         num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section stay in the L2 cache; sections have equal size,
@@ -415,14 +413,14 @@ class HopperKernel:
         bounds = bounds_of(problem)
         if bounds == 0 and not has_lengths(problem) and not problem.mask_function:
             in_cache = 1  # blocks walk through a head side by side
-        num_sections = -(-num_heads // max(1, in_cache))
+        num_sections = -(-heads // max(1, in_cache))
         return {
             "num_work_tiles": self._num_tiles(problem, tile) * num_splits,
             "num_blocks": num_blocks,
             "absent": self._absent(problem, tile),  # rows that do not exist
-            "num_heads": num_heads,
+            "num_heads": heads,
             "num_splits": num_splits,
-            "section": -(-num_heads // num_sections),
+            "section": -(-heads // num_sections),
             **_exponents(problem),
             "cap": cap_of(problem),
         }

@@ -67,9 +67,7 @@ FEW: Few = (
 # For windows of up to this many keys, where another tile is faster than that for other
 # position bounds; by (head_dim, head_dim_v) as compiled.
 NARROW_KEYS = 1024
-NARROW = {
-    (128, 128): HopperTile(3, 64, False, 4),
-}
+NARROW = {(128, 128): HopperTile(3, 64, False, 4)}
 
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
@@ -133,10 +131,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     ),
     (192, 192): (
         ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
-        (
-            (2048, HopperTile(2, 96)),
-            (math.inf, HopperTile(2, 96, cache_share=11 / 10)),
-        ),
+        ((2048, HopperTile(2, 96)), (math.inf, HopperTile(2, 96, cache_share=11 / 10))),
         ((math.inf, HopperTile(2, 96)),),
         ((math.inf, HopperTile(2, 80)),),
         ((math.inf, HopperTile(2, 80)),),
@@ -145,10 +140,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     ),
     (256, 256): (
         ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
-        (
-            (2048, HopperTile(2, 64)),
-            (math.inf, HopperTile(2, 64, cache_share=11 / 10)),
-        ),
+        ((2048, HopperTile(2, 64)), (math.inf, HopperTile(2, 64, cache_share=11 / 10))),
         ((math.inf, HopperTile(2, 48)),),
         ((math.inf, HopperTile(2, 48)),),
         ((math.inf, HopperTile(2, 80)),),

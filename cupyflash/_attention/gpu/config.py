@@ -183,6 +183,15 @@ def largest_full(tiles, seqlen):
     return largest_tile(tiles, 1, seqlen, lambda tile: 0)
 
 
+# Shared memory that the system reserves for each block.
+_RESERVED = 1024
+
+
+def holds_blocks(device, num_blocks, smem):
+    """Whether a multiprocessor holds so many blocks with `smem` bytes each."""
+    return num_blocks * (smem + _RESERVED) <= device.smem_optin + _RESERVED
+
+
 def compiled_dims(problem, dims):
     """head_dim and head_dim_v as they are compiled, each the next of `dims`."""
     dim, dim_v = (

@@ -213,6 +213,16 @@ def pack(pairs: Pairs, **fields: Any) -> bytes:
     return PARAMS.pack({**known, **fields})
 
 
+def launch(
+    pairs: Pairs, source: str, entry: str, grid: tuple[int, ...], num_threads: int,
+    *, smem: int = 0, generated: str = "", **switches: Any,
+) -> LaunchConfig:  # fmt: skip
+    """The launch of a kernel with the defines of a call."""
+    known = defines(pairs, **switches)
+    variant = Variant(source, entry, known, smem=smem, generated=generated)
+    return LaunchConfig(variant, grid, (num_threads,))
+
+
 def curve_configs(
     dtype: str, dim: int, num_points: int, batch: int
 ) -> tuple[LaunchConfig, LaunchConfig]:
@@ -232,35 +242,26 @@ def curve_configs(
 
 def arrange_config(pairs: Pairs, padded: int) -> LaunchConfig:
     """The launch that brings a cloud into its order."""
-    variant = Variant(
-        "points/arrange.cu",
-        "points_arrange",
-        defines(pairs, COLUMNS=0, WEIGHTS=1, BOX_POINTS=GROUP),
-    )
-    return LaunchConfig(variant, (-(-padded // _THREADS), pairs.batch), (_THREADS,))
+    grid, source = (-(-padded // _THREADS), pairs.batch), "points/arrange.cu"
+    switches: Any = {"COLUMNS": 0, "WEIGHTS": 1, "BOX_POINTS": GROUP}
+    return launch(pairs, source, "points_arrange", grid, _THREADS, **switches)
 
 
 def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
     """The launch that finds the boxes of a cloud's tiles."""
     weights = pairs.has_sums_of_weights or box_points == GROUP
-    variant = Variant(
-        "points/arrange.cu",
-        "points_arrange_boxes",
-        defines(pairs, COLUMNS=0, WEIGHTS=int(weights), BOX_POINTS=box_points),
-    )
-    return LaunchConfig(variant, (padded // box_points, pairs.batch), (32,))
+    grid, source = (padded // box_points, pairs.batch), "points/arrange.cu"
+    switches: Any = {"COLUMNS": 0, "WEIGHTS": int(weights), "BOX_POINTS": box_points}
+    return launch(pairs, source, "points_arrange_boxes", grid, 32, **switches)
 
 
 def combine_config(pairs: Pairs) -> LaunchConfig:
     """The launch that makes results of parts."""
-    variant = Variant(
-        "points/combine.cu",
-        "points_combine",
-        # Whatever the coordinates are.
-        defines(pairs, COORD_T=CUDA_TYPES[pairs.dtype], DIM=1),
-    )
-    blocks = -(-pairs.batch * pairs.padded_rows // _THREADS)
-    return LaunchConfig(variant, (blocks, pairs.num_chunks), (_THREADS,))
+    grid = -(-pairs.batch * pairs.padded_rows // _THREADS), pairs.num_chunks
+    source, entry = "points/combine.cu", "points_combine"
+    # Whatever the coordinates are.
+    switches: Any = {"COORD_T": CUDA_TYPES[pairs.dtype], "DIM": 1}
+    return launch(pairs, source, entry, grid, _THREADS, **switches)
 
 
 def splits(pairs: Pairs, num_blocks: int, wanted: int, least: int = 4):

@@ -62,25 +62,22 @@ class DirectKernel:
         is_sum = not pairs.has_sums_of_weights
         # Twice the digits are for exponents: a caller's function has none.
         is_careful = pairs.dtype == "float64" and pairs.gpu_kernel.has_exponent
-        variant = Variant(
+        blocks = pairs.batch * (pairs.padded_rows // (16 * rows))
+        return config.launch(
+            pairs,
             "points/direct.cu",
             "points_direct",
-            config.defines(
-                pairs,
-                SUM_T="double" if repair and is_sum else CUDA_TYPES[pairs.dtype],
-                WIDE_T="double" if wide else "float",
-                CAREFUL=int(repair and is_careful),
-                SCALED=int(pairs.has_axis_scales),
-                ROWS=rows,
-                MIN_BLOCKS=2 if is_small else 1,
-                KERNEL=pairs.gpu_kernel.struct,
-                FUNCTION=int(bool(pairs.function)),
-            ),
+            (blocks, num_splits, pairs.num_chunks),
+            _THREADS,
             generated=pairs.function,
-        )
-        blocks = pairs.batch * (pairs.padded_rows // (16 * rows))
-        return LaunchConfig(
-            variant, (blocks, num_splits, pairs.num_chunks), (_THREADS,)
+            SUM_T="double" if repair and is_sum else CUDA_TYPES[pairs.dtype],
+            WIDE_T="double" if wide else "float",
+            CAREFUL=int(repair and is_careful),
+            SCALED=int(pairs.has_axis_scales),
+            ROWS=rows,
+            MIN_BLOCKS=2 if is_small else 1,
+            KERNEL=pairs.gpu_kernel.struct,
+            FUNCTION=int(bool(pairs.function)),
         )
 
     def memory(self, pairs: Pairs) -> dict[str, int]:
@@ -153,13 +150,9 @@ class MmaKernel:
         return pairs.batch * (pairs.padded_rows // self.block_rows)
 
     def _launch(self, pairs, source, entry, num_splits, **switches):
-        variant = Variant(
-            source,
-            entry,
-            config.defines(pairs, KERNEL=pairs.gpu_kernel.struct, **switches),
-        )
+        switches = {"KERNEL": pairs.gpu_kernel.struct, **switches}
         grid = self._blocks(pairs), num_splits, pairs.num_chunks
-        return LaunchConfig(variant, grid, (_THREADS,))
+        return config.launch(pairs, source, entry, grid, _THREADS, **switches)
 
     def config(self, pairs: Pairs, num_splits: int, device: Device) -> LaunchConfig:
         """The launch that takes tiles pair by pair."""
@@ -200,13 +193,11 @@ class MmaKernel:
 
     def choose_config(self, pairs: Pairs) -> LaunchConfig:
         """The launch that chooses a degree."""
-        variant = Variant(
-            "points/choose.cu",
-            "points_choose",
-            config.defines(pairs, KERNEL=pairs.gpu_kernel.struct),
+        grid = min(pairs.padded_rows // self.block_rows, _SAMPLED_BLOCKS), pairs.batch
+        source, kernel = "points/choose.cu", pairs.gpu_kernel.struct
+        return config.launch(
+            pairs, source, "points_choose", grid, _THREADS, KERNEL=kernel
         )
-        blocks = min(pairs.padded_rows // self.block_rows, _SAMPLED_BLOCKS)
-        return LaunchConfig(variant, (blocks, pairs.batch), (_THREADS,))
 
     def degrees(self, pairs: Pairs) -> tuple[int, ...]:
         """The series that are worth a look, none for clouds of few pairs."""
@@ -358,20 +349,18 @@ class ProductsKernel:
         chunks = self._chunks(pairs)
         others = 2 * (16384 + 1024 + 512 * max(pairs.columns_of_chunk, 1))
         is_resident = chunks <= 4 and chunks * 16384 + others <= device.smem_optin
-        variant = Variant(
+        blocks = pairs.batch * (pairs.padded_rows // self.block_rows)
+        return config.launch(
+            pairs,
             "points/products.cu",
             "points_products",
-            config.defines(
-                pairs,
-                PARTS=self.parts(pairs),
-                RESIDENT=int(is_resident),
-                MIN_BLOCKS=2 if pairs.num_sums == 1 else 1,
-            ),
+            (blocks, num_splits, pairs.num_chunks),
+            _THREADS,
             smem=16384 * (chunks if is_resident else 2) + others,
+            PARTS=self.parts(pairs),
+            RESIDENT=int(is_resident),
+            MIN_BLOCKS=2 if pairs.num_sums == 1 else 1,
         )
-        blocks = pairs.batch * (pairs.padded_rows // self.block_rows)
-        grid = blocks, num_splits, pairs.num_chunks
-        return LaunchConfig(variant, grid, (_THREADS,))
 
     def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""

@@ -12,6 +12,7 @@ from cupyflash._attention.gpu.config import (
     OPTIONS,
     compiled_dims,
     has_terms,
+    holds_blocks,
     launch_config,
     num_heads,
     scale_is_plain,
@@ -33,9 +34,25 @@ _MOST_COUNTED = (1 << 29) - 1
 # Threads per block of the preprocess and postprocess kernels.
 _ROW_THREADS = 256
 _DQ_THREADS = 256
-# Shared memory that the system reserves for each block, and static shared memory of a
-# block; that of dbias has a list of entries.
-_RESERVED, _STATIC, _STATIC_OF_BIAS = 1024, 512, 3072
+# Static shared memory of a block; that of dbias has a list of entries.
+_STATIC, _STATIC_OF_BIAS = 512, 3072
+
+
+def counted(forward: AttentionProblem) -> dict[str, tuple[int, int]]:
+    """What kernels count in 32 bits: how many there are, and how many may be."""
+    return {
+        "queries": (forward.seqlen_q, _MOST_COUNTED),
+        "keys": (forward.seqlen_k, _MOST_COUNTED),
+        "heads of all batch entries": (num_heads(forward), (1 << 32) - 1),
+    }
+
+
+def too_large(forward: AttentionProblem, device: Device) -> str:
+    """Why a problem is not supported if none of the tiles fits."""
+    return (
+        f"head_dim {forward.head_dim} needs more shared memory than the "
+        f"{device.smem_optin} bytes that a block may have"
+    )
 
 
 @dataclass(frozen=True)
@@ -68,10 +85,8 @@ class MmaVjpTile:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
         smem = self.smem(part, dim)
         smem += _STATIC_OF_BIAS if part == "_bias" else _STATIC
-        whole = device.smem_optin + _RESERVED
-        fits = self.min_blocks * (smem + _RESERVED) <= whole
         runs = device.cc >= self.oldest and device.arch not in self.spills_on
-        return fits and runs
+        return runs and holds_blocks(device, self.min_blocks, smem)
 
 
 # Tiles by head dimension as compiled, from best to least: the first that fits is used.
@@ -142,22 +157,14 @@ class MmaVjpKernel:
         if reason := too_many(self.counts(problem, device)):
             return reason
         if any(self.tile(part, forward, device) is None for part in ("", "_queries")):
-            return (
-                f"head_dim {forward.head_dim} needs more shared memory than the "
-                f"{device.smem_optin} bytes that a block may have"
-            )
+            return too_large(forward, device)
         return None
 
     def counts(
         self, problem: AttentionVjpProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
         """What is counted in 32 bits: how many there are, and how many may be."""
-        forward = problem.forward
-        return {
-            "queries": (forward.seqlen_q, _MOST_COUNTED),
-            "keys": (forward.seqlen_k, _MOST_COUNTED),
-            "heads of all batch entries": (num_heads(forward), (1 << 32) - 1),
-        }
+        return counted(problem.forward)
 
     def _num_kept(self, problem):
         """The least number of batch entries with keys or values of their own."""

@@ -9,6 +9,7 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     compiled_dims,
     has_terms,
+    holds_blocks,
     launch_config,
     num_heads,
     num_rows,
@@ -17,6 +18,7 @@ from cupyflash._attention.gpu.config import (
     two_level_sum,
     without_options,
 )
+from cupyflash._attention.gpu.sm80.backward import counted, too_large
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -30,11 +32,7 @@ DIMS = (64, 128)
 # attention/sm80/fp32_backward.cuh.
 _GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS = 128
-# Positions are sums of two such numbers and a tile.
-_MOST_COUNTED = (1 << 29) - 1
-# Shared memory that the system reserves for each block, and static shared memory of a
-# block.
-_RESERVED, _STATIC = 1024, 256
+_STATIC = 256  # bytes of static shared memory of a block, at most
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,8 @@ class MmaSplitVjpTile:
     def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
         smem = self.smem(part, dim, parts) + _STATIC
-        whole = device.smem_optin + _RESERVED
-        fits = self.min_blocks * (smem + _RESERVED) <= whole
-        return fits and device.cc >= self.oldest and device.arch not in self.spills_on
+        runs = device.cc >= self.oldest and device.arch not in self.spills_on
+        return runs and holds_blocks(device, self.min_blocks, smem)
 
 
 def split_tile_bytes(dim: int, parts: int) -> int:
@@ -126,22 +123,14 @@ class MmaSplitVjpKernel:
         ):
             return f"keys in parts would take {split_bytes} bytes, much more than out"
         if any(self.tile(part, forward, device) is None for part in _PARTS):
-            return (
-                f"head_dim {forward.head_dim} needs more shared memory than the "
-                f"{device.smem_optin} bytes that a block may have"
-            )
+            return too_large(forward, device)
         return None
 
     def counts(
         self, problem: AttentionVjpProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
         """What is counted in 32 bits: how many there are, and how many may be."""
-        forward = problem.forward
-        return {
-            "queries": (forward.seqlen_q, _MOST_COUNTED),
-            "keys": (forward.seqlen_k, _MOST_COUNTED),
-            "heads of all batch entries": (num_heads(forward), (1 << 32) - 1),
-        }
+        return counted(problem.forward)
 
     def parts(self, forward: AttentionProblem) -> int:
         """float16 numbers per number of the input."""

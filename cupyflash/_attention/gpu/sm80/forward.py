@@ -10,6 +10,7 @@ from cupyflash._attention.gpu.config import (
     compiled_dims,
     defines,
     has_terms,
+    holds_blocks,
     is_plain,
     largest_tile,
     launch_config,
@@ -39,8 +40,6 @@ _STATS_OF_SPLIT_TILE = 128
 # Allowed bytes of such tiles, for all keys, per byte of out.
 _MOST_SPLIT = 4
 _PREPARE_THREADS = 256
-# Shared memory that the system reserves for each block.
-_RESERVED = 1024
 # Persistent blocks: the cost of starting a block, and of each tile of queries, in units
 # of the cost of a tile of keys.
 _START, _END = 1.5, 1.5
@@ -306,11 +305,10 @@ class MmaKernel:
     def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
         """The tiles that fit on `device`, with equal block_n and warps_per_row."""
         ladder = self.tiles[self._kind(problem), has_terms(problem)]
-        whole = device.smem_optin + _RESERVED
         tiles = [
             tile
             for tile in kernel.by_threshold(ladder, max(self.dims(problem)))
-            if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
+            if holds_blocks(device, tile.min_blocks, self.smem(tile, problem))
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
             and self.dims(problem)[1] % (32 * tile.warps_per_row) == 0

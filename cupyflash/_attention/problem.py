@@ -421,30 +421,10 @@ def is_index(x) -> bool:
 
 
 def attention(
-    q,
-    k,
-    v,
-    bias,
-    mask,
-    scale,
-    causal,
-    query_offset,
-    window,
-    softcap,
-    sinks,
-    alibi_slopes,
-    query_lengths,
-    key_lengths,
-    layout,
-    precision,
-    return_lse,
-    out,
-    method,
-    score=None,
-    score_arrays=None,
-    mask_arrays=None,
-    keep_score=False,
-) -> tuple[AttentionProblem, AttentionOperands]:
+    q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+    alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+    method, score=None, score_arrays=None, mask_arrays=None, keep_score=False,
+) -> tuple[AttentionProblem, AttentionOperands]:  # fmt: skip
     """Check a call of attention.
 
     With `keep_score` no array becomes an option, since gradients of it are asked for.

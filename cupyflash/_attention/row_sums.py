@@ -74,29 +74,11 @@ def _cpu_vjp():
 
 
 def attention_vjp(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    *,
-    bias=None,
-    mask=None,
-    scale=None,
-    causal=False,
-    query_offset=None,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    query_lengths=None,
-    key_lengths=None,
-    precision="float32",
-    method="auto",
-    dlse=None,
-    deterministic=False,
-) -> tuple[AttentionGrads, RowSums]:
+    dout, q, k, v, out, lse, *, bias=None, mask=None, scale=None, causal=False,
+    query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
+    query_lengths=None, key_lengths=None, precision="float32", method="auto",
+    dlse=None, deterministic=False,
+) -> tuple[AttentionGrads, RowSums]:  # fmt: skip
     """`cupyflash.attention_vjp` over some of the keys, and the sums of its rows."""
     problem, operands = vjp_problem.attention_vjp(
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,

@@ -117,35 +117,11 @@ def aligned_bias(dbias, problem: AttentionProblem):
 
 
 def attention_vjp(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    bias,
-    mask,
-    scale,
-    causal,
-    query_offset,
-    window,
-    softcap,
-    sinks,
-    alibi_slopes,
-    query_lengths,
-    key_lengths,
-    layout,
-    precision,
-    method,
-    dlse,
-    need_dbias,
-    need_dsinks,
-    deterministic,
-    score=None,
-    score_arrays=None,
-    mask_arrays=None,
-    need_dscore=(),
-) -> tuple[AttentionVjpProblem, AttentionVjpOperands]:
+    dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window, softcap,
+    sinks, alibi_slopes, query_lengths, key_lengths, layout, precision, method, dlse,
+    need_dbias, need_dsinks, deterministic, score=None, score_arrays=None,
+    mask_arrays=None, need_dscore=(),
+) -> tuple[AttentionVjpProblem, AttentionVjpOperands]:  # fmt: skip
     """Check a call of attention_vjp."""
     _check_flags(
         need_dbias=need_dbias, need_dsinks=need_dsinks, deterministic=deterministic

@@ -218,6 +218,17 @@ def _describe_given(given, adopted):
     return f"a {type(given).__name__} in host memory"
 
 
+def sum_to(x, shape):
+    """The sum over the axes along which `shape` was broadcast to that of `x`."""
+    extra = x.ndim - len(shape)
+    if extra > 0:
+        x = x.sum(axis=tuple(range(extra)))
+    stretched = tuple(
+        a for a, (n, m) in enumerate(zip(shape, x.shape, strict=True)) if n != m
+    )
+    return x.sum(axis=stretched, keepdims=True) if stretched else x
+
+
 def broadcast_view(name: str, x: Any, shape: tuple[int, ...], meaning: str = "") -> Any:
     """`x` as a view of `shape`, which it must not enlarge; ValueError."""
     if x.ndim > len(shape) or any(

@@ -69,10 +69,12 @@ def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
     if not given.bandwidth:
         dbandwidth = dbandwidth.sum()
     found = PointsGrads(
-        _summed(2 * s2 * (problem.x * of_x - x_y) * unit, given.x),
-        _summed(2 * s2 * (problem.y * of_y - y_x) * unit, given.y),
+        _arrays.sum_to(2 * s2 * (problem.x * of_x - x_y) * unit, given.x),
+        _arrays.sum_to(2 * s2 * (problem.y * of_y - y_x) * unit, given.y),
         None if given.values is None else _of_values(dvalues, given.values),
-        None if given.log_weights is None else _summed(dlog_weights, given.log_weights),
+        None
+        if given.log_weights is None
+        else _arrays.sum_to(dlog_weights, given.log_weights),
         dbandwidth,
     )
     return PointsGrads(
@@ -118,24 +120,9 @@ def _centred(problem):
     return problem.of(x=problem.x - centre, y=problem.y - centre)
 
 
-def _summed(gradient, shape):
-    """A gradient of the batch's shape, summed over the axes that were broadcast."""
-    extra = gradient.ndim - len(shape)
-    if extra > 0:
-        gradient = gradient.sum(axis=tuple(range(extra)))
-    axes = tuple(
-        axis
-        for axis, (n, m) in enumerate(zip(gradient.shape, shape, strict=True))
-        if n != m
-    )
-    return gradient.sum(axis=axes, keepdims=True) if axes else gradient
-
-
 def _of_values(gradient, shape):
-    """The same for columns of values, or a vector of one."""
-    if len(shape) > 1:
-        return _summed(gradient, shape)
-    return _summed(gradient[..., 0], shape)
+    """A gradient of columns of values, or of a vector of one."""
+    return _arrays.sum_to(gradient if len(shape) > 1 else gradient[..., 0], shape)
 
 
 def _outer(xp, a, b):

@@ -74,28 +74,19 @@ def _gradients(xp, dout, q, k, v, dtype, work, *, layout="bhsd", dlse=None, **op
             group = heads // own_heads
             x = x.reshape(*x.shape[:-3], own_heads, group, *x.shape[-2:]).sum(axis=-3)
         x = x if layout == "bhsd" or matrix else x.swapaxes(-3, -2)
-        made.append(_sum_to(x, shape).astype(dtype, copy=False))
+        made.append(arrays.sum_to(x, shape).astype(dtype, copy=False))
     bias, sinks = options.get("bias"), options.get("sinks")
     if bias is not None:
-        dbias = _sum_to(dbias, bias.shape).astype(_own(bias, dtype), copy=False)
+        dbias = arrays.sum_to(dbias, bias.shape).astype(_own(bias, dtype), copy=False)
     if sinks is not None:
         terms = w.p_sink * delta
         if w.padded is not None:
             terms = xp.where(w.padded, 0, terms)
         total = -terms.sum(axis=(*range(terms.ndim - 2), terms.ndim - 1))
-        sinks = _sum_to(total, sinks.shape).astype(_own(sinks, dtype), copy=False)
+        sinks = arrays.sum_to(total, sinks.shape).astype(_own(sinks, dtype), copy=False)
     return AttentionGrads(*made, dbias if bias is not None else None, sinks)
 
 
 def _own(x, dtype):
     """The dtype of a gradient of `x`: its own, or the wider one of a reference."""
     return dtype if dtype == np.longdouble else x.dtype
-
-
-def _sum_to(x, shape):
-    """The sum over the axes along which `shape` was broadcast to that of `x`."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
-    stretched = tuple(
-        a for a, (n, m) in enumerate(zip(shape, x.shape, strict=True)) if n != m
-    )
-    return x.sum(axis=stretched, keepdims=True) if stretched else x

@@ -193,27 +193,10 @@ def _attention(xp, q, k, v, dtype, work, *, layout="bhsd", return_lse=False, **o
 
 
 def _weights(
-    xp,
-    q,
-    k,
-    v,
-    dtype,
-    work,
-    *,
-    bias=None,
-    mask=None,
-    scale=None,
-    causal=False,
-    query_offset=None,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    query_lengths=None,
-    key_lengths=None,
-    layout="bhsd",
-    **_ignored,
-):
+    xp, q, k, v, dtype, work, *, bias=None, mask=None, scale=None, causal=False,
+    query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
+    query_lengths=None, key_lengths=None, layout="bhsd", **_ignored,
+):  # fmt: skip
     """P = softmax(scores), what it was made of, and the rows that have no part in it.
 
     q, k and v with all batch axes and a head of k for each of q; `slope` is the

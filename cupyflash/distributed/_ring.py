@@ -650,9 +650,8 @@ def _backward(call):
             for rows, options in call.options_of_no_keys():
                 vjp(rows, k[..., :0, :], v[..., :0, :], **options)
         lack = row_sums.lack(0 if dlse is None else dlse, lse)
-        dq.add(
-            slice(0, q.shape[-2]), _summed_to(q.shape, call.plan.problem.scale * lack)
-        )
+        mended = arrays.sum_to(call.plan.problem.scale * lack, q.shape)
+        dq.add(slice(0, q.shape[-2]), mended)
     dq = dq.total(call.given["q"].dtype)  # while the last dk and dv are on their way
     dk, dv = home.sums()
     return AttentionGrads(
@@ -672,13 +671,6 @@ def _row_sums(call, q):
         return None  # a call over all keys mends its dq
     shape = (*problem.batch, problem.num_heads, q.shape[-2])
     return RowSums.zeros(shape, problem.head_dim, call.compute_dtype())
-
-
-def _summed_to(shape, x):
-    """`x` summed over the axes that an array of another shape lacks, or has once."""
-    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
-    axes = [i for i, n in enumerate(shape) if n == 1 != x.shape[i]]
-    return x.sum(axis=tuple(axes), keepdims=True)
 
 
 class _Sum:

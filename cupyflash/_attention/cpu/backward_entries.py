@@ -2,8 +2,8 @@
 
 The formulas are those of `cpu/backward.py`, with all rows and keys of an entry in one
 matrix. So delta comes from P and dP themselves, and dS adds up to what it must; only
-where lse is over more keys than the call has, it comes from `out`. NumPy multiplies the matrices of a box one by one, so that no entry depends on
-the others.
+where lse is over more keys than the call has, it comes from `out`. NumPy multiplies the
+matrices of a box one by one, so that no entry depends on the others.
 """
 
 import math
@@ -33,6 +33,8 @@ from cupyflash._core import threads as _threads
 
 # Bytes of a box: scores, what it reads, and what it adds.
 _BOX_BYTES = 1 << 20
+# The same of a box whose results are whole gradients, which saves adding them up.
+_DIRECT_BYTES = 1 << 24
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -64,14 +66,17 @@ def takes(problem):
 def heads_of_a_box(problem):
     """Heads of k and v in a box."""
     forward = problem.forward
-    rows, keys = forward.seqlen_q * forward.group_size, forward.seqlen_k
-    numbers = 2 * rows * keys  # P and dS
-    numbers += (rows + keys) * (forward.head_dim + forward.head_dim_v)
-    size = numbers * np.dtype(forward.compute_dtype).itemsize
     heads = num_heads(forward)
     if heads > 1:
         heads = -(-heads // num_threads(forward))
-    return max(1, min(_BOX_BYTES // size, heads))
+    return max(1, min(_BOX_BYTES // _bytes_of_a_head(forward), heads))
+
+
+def _bytes_of_a_head(forward):
+    """Bytes of what a head of k and v reads, and adds, and of its P and dS."""
+    rows, keys = forward.seqlen_q * forward.group_size, forward.seqlen_k
+    numbers = 2 * rows * keys + (rows + keys) * (forward.head_dim + forward.head_dim_v)
+    return numbers * np.dtype(forward.compute_dtype).itemsize
 
 
 def num_heads(forward):
@@ -93,7 +98,7 @@ class Direct(entries.Direct):
         return (
             cls.takes(forward, problem.q_shape, problem.k_shape)
             and takes(problem)
-            and num_heads(forward) <= heads_of_a_box(problem)
+            and num_heads(forward) * _bytes_of_a_head(forward) <= _DIRECT_BYTES
             and not forward.has_functions
             # No batch axis is shared.
             and all(shape[:-3] == forward.batch for shape in shapes)
@@ -104,7 +109,7 @@ class Direct(entries.Direct):
         self._problem = problem
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
-        self._may_be_off = may_be_off(self._dtype)
+        self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
         self._is_small_for_blas &= all(
             is_small_dot(problem.forward, math.prod(shape))
             for shape in (problem.q_shape, problem.k_shape)
@@ -146,8 +151,9 @@ class Direct(entries.Direct):
             np.add(sum_p, of_sink, sum_p)
         if self._may_hide:  # in a row without P it does not matter
             np.copyto(sum_p, 1, where=sum_p == 0)
-        off = np.abs(np.subtract(sum_p, 1))
-        if not (off <= self._may_be_off * (np.abs(lse) + 1)).all():
+        # A norm says at once that no row is off; most often that will do.
+        off = np.subtract(sum_p, self._one).ravel()
+        if not off.dot(off) <= self._may_be_off**2 and not is_whole(sum_p, lse).all():
             return None  # lse is over more keys than there are here
         down = None if dlse is None else dlse[..., None]
         delta = _subtract_delta(p, dp, sum_p, of_sink, down)

@@ -39,39 +39,17 @@ The exit code is 1 when an error is larger than the documentation allows.
 # Largest error allowed. softmax: relative. log_softmax: relative to the larger of the
 # result and the row's largest score. attention and gradients: max |out - exact| / max
 # |exact|. logsumexp: units in the last place (relative for 16-bit dtypes).
-_OF_GRADIENTS = {
-    "float64": 1e-13,
-    "float32": 1e-5,
-    "float16": 3e-3,
-    "bfloat16": 2.4e-2,
-}
+_DTYPES = "float64", "float32", "float16", "bfloat16"
 ALLOWED = {
-    "softmax": {
-        "float64": 1e-15,
-        "float32": 4e-7,
-        "float16": 5e-4,
-        "bfloat16": 3.95e-3,
-    },
-    "log_softmax": {
-        "float64": 1e-15,
-        "float32": 4e-7,
-        "float16": 5e-4,
-        "bfloat16": 3.95e-3,
-    },
-    "logsumexp": {
-        "float64": 2.0,
-        "float32": 1.5,
-        "float16": 5e-4,
-        "bfloat16": 3.95e-3,
-    },
-    "attention": {
-        "float64": 5e-15,
-        "float32": 2e-6,
-        "float16": 1e-3,
-        "bfloat16": 8e-3,
-    },
-    "softmax_vjp": _OF_GRADIENTS,
-    "attention_vjp": dict(_OF_GRADIENTS),
+    function: dict(zip(_DTYPES, bounds, strict=True))
+    for function, bounds in {
+        "softmax": (1e-15, 4e-7, 5e-4, 3.95e-3),
+        "log_softmax": (1e-15, 4e-7, 5e-4, 3.95e-3),
+        "logsumexp": (2.0, 1.5, 5e-4, 3.95e-3),
+        "attention": (5e-15, 2e-6, 1e-3, 8e-3),
+        "softmax_vjp": (1e-13, 1e-5, 3e-3, 2.4e-2),
+        "attention_vjp": (1e-13, 1e-5, 3e-3, 2.4e-2),
+    }.items()
 }
 
 _METHODS = ("naive", "safe", "online", "tiled")

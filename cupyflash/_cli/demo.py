@@ -108,9 +108,9 @@ def _fit(xp, on_gpu, side, path):
         f"{num_pixels * size.simulations:.1e} pairs.\n"
         "Simulations and truth are drawn from the same prior:"
     )
-    for name, low, high in zip(
-        demo_fit.PARAMETERS, demo_fit.LOW, demo_fit.HIGH, strict=True
-    ):
+    bounds = zip(demo_fit.LOW.tolist(), demo_fit.HIGH.tolist(), strict=True)
+    prior = dict(zip(demo_fit.PARAMETERS, bounds, strict=True))
+    for name, (low, high) in prior.items():
         print(f"  {name}: uniform from {low:g} to {high:g}")
     rng = np.random.default_rng(0)
     truth = demo_fit.phantom(rng, side)
@@ -174,15 +174,7 @@ def _fit(xp, on_gpu, side, path):
         "simulations": size.simulations,
         "echoes": len(demo_fit.ECHO_TIMES),
         "noise": demo_fit.NOISE,
-        "prior": {
-            name: [low, high]
-            for name, low, high in zip(
-                demo_fit.PARAMETERS,
-                demo_fit.LOW.tolist(),
-                demo_fit.HIGH.tolist(),
-                strict=True,
-            )
-        },
+        "prior": prior,
         "methods": rows,
         "mean_log_evidence": float(evidence.mean()),
         "score_bytes": score_bytes,

@@ -442,7 +442,8 @@ def growth_of_sums(xp, columns, *rows):
     BLAS may add one column after another, and so does row `tiled` of a GPU up to 256
     columns (docs/guides/precision.md). Tensor cores of 16 bits truncate their sum, 16
     columns at a time: such errors are of one sign, and add up. Of D products of one
-    sign the partial sums grow evenly, so they lose up to D / 32 units in the last place.
+    sign the partial sums grow evenly, so they lose up to D / 32 units in the last
+    place.
     """
     if columns <= 128:
         return 1

@@ -18,15 +18,8 @@ LIST_PARAMS = Struct(
     "list_params_t",
     "attention/score/tile_lists.cu",
     (
-        (
-            "int",
-            "own_first",
-            "num_own",
-            "num_other",
-            "batch_lists",
-            "head_lists",
-            "stride",
-        ),
+        ("int", "own_first", "num_own", "num_other"),
+        ("int", "batch_lists", "head_lists", "stride"),
     ),
 )
 TILE_LISTS = Struct(

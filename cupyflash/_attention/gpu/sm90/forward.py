@@ -64,15 +64,8 @@ SCHEDULE = Struct(
     "schedule_t",
     "attention/sm90/tile_scheduler.cuh",
     (
-        (
-            "int",
-            "num_work_tiles",
-            "num_blocks",
-            "num_heads",
-            "section",
-            "num_splits",
-            "absent",
-        ),
+        ("int", "num_work_tiles", "num_blocks", "num_heads", "section", "num_splits"),
+        ("int", "absent"),
     ),
 )
 HOPPER_INPUTS = Struct(
@@ -256,15 +249,10 @@ class HopperKernel:
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take work tiles from a counter: kDynamic of the kernel."""
-        arrays = (
-            problem.bias,
-            problem.mask,
-            problem.query_lengths,
-            problem.key_lengths,
-        )
+        names = ("bias", "mask", "query_lengths", "key_lengths")
         if bounds_of(problem) > 0 or problem.has_functions:
             return True
-        return any(x is not None for x in arrays)
+        return any(getattr(problem, name) is not None for name in names)
 
     def _num_tiles(self, problem, tile):
         """Tiles of queries, over all heads and batch entries."""

@@ -20,16 +20,35 @@ Step = tuple[LaunchConfig, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class DirectKernel:
-    """Differences of coordinates: any data, any kernel, any number of dimensions.
+class _Kernel:
+    """What kernel specs have in common."""
 
-    `slack` is that of points_params_t, as for the kernels below.
-    """
-
-    name: str = "direct"
+    name: str = ""
     methods: tuple[str, ...] = ("auto",)
     fast: bool = True  # must not spill
-    slack: float = 0.75
+    slack: float = 0.75  # that of points_params_t
+
+    def memory(self, pairs: Pairs) -> dict[str, int]:
+        """Bytes of what its launches pass on."""
+        return {}
+
+    def needs_repair(self, pairs: Pairs) -> bool:
+        """Whether rows may have to be made once more."""
+        return True
+
+
+def _not_gaussian(pairs):
+    """Why a kernel for Gaussian scores of float32 cannot take a call, or None."""
+    if pairs.function or pairs.kernel != "gaussian":
+        return f"takes the gaussian kernel, not {pairs.kernel}"
+    return None if pairs.dtype == "float32" else f"takes float32, not {pairs.dtype}"
+
+
+@dataclass(frozen=True)
+class DirectKernel(_Kernel):
+    """Differences of coordinates: any data, any kernel, any number of dimensions."""
+
+    name: str = "direct"
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
@@ -80,10 +99,6 @@ class DirectKernel:
             FUNCTION=int(bool(pairs.function)),
         )
 
-    def memory(self, pairs: Pairs) -> dict[str, int]:
-        """Bytes of what its launches pass on."""
-        return {}
-
     def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""
         num_splits, tiles = self.split_keys(pairs, device)
@@ -115,16 +130,13 @@ class DirectKernel:
 
 
 @dataclass(frozen=True)
-class MmaKernel:
+class MmaKernel(_Kernel):
     """Gaussian scores by products of float16 parts, and smooth tiles as series."""
 
     name: str = "mma"
-    methods: tuple[str, ...] = ("auto",)
-    fast: bool = True
     max_dim: int = 7
     # Squared reach of a block's rows, in bits: beyond it float16 parts lose digits.
     limit: float = 24.0
-    slack: float = 0.75
     block_rows: int = 512
     # Of 16 exponentials those by polynomial, by the number of sums. ms of 1e6 x 1e6 on
     # an H200: a log-sum 244 (4: 246), a sum of one column 263 (4: 268), a mean of three
@@ -134,10 +146,8 @@ class MmaKernel:
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
-        if pairs.function or pairs.kernel != "gaussian":
-            return f"takes the gaussian kernel, not {pairs.kernel}"
-        if pairs.dtype != "float32":
-            return f"takes float32, not {pairs.dtype}"
+        if reason := _not_gaussian(pairs):
+            return reason
         if pairs.dim > self.max_dim:
             return f"takes up to {self.max_dim} dimensions, not {pairs.dim}"
         if device.cc < (8, 0):
@@ -205,10 +215,6 @@ class MmaKernel:
             return ()
         return series.DEGREES
 
-    def memory(self, pairs: Pairs) -> dict[str, int]:
-        """Bytes of what its launches pass on."""
-        return {}
-
     def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""
         blocks = self._blocks(pairs) * pairs.num_chunks
@@ -245,31 +251,22 @@ class MmaKernel:
             found.append((launch, (*config.ARRAYS, *more_arguments)))
         return found, num_splits + more, num_splits
 
-    def needs_repair(self, pairs: Pairs) -> bool:
-        """Whether rows may have to be made once more."""
-        return True
-
 
 @dataclass(frozen=True)
-class ProductsKernel:
+class ProductsKernel(_Kernel):
     """Gaussian scores of many dimensions by products of float16 parts."""
 
     name: str = "products"
-    methods: tuple[str, ...] = ("auto",)
-    fast: bool = True
     min_dim: int = config.MAX_BOX_DIM + 1
     # Squared norm of a row from the middle, in bits: beyond it products lose digits.
     limit: float = 24.0
     limit_of_tf32: float = 256.0
-    slack: float = 0.75
     block_rows: int = 128
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
-        if pairs.function or pairs.kernel != "gaussian":
-            return f"takes the gaussian kernel, not {pairs.kernel}"
-        if pairs.dtype != "float32":
-            return f"takes float32, not {pairs.dtype}"
+        if reason := _not_gaussian(pairs):
+            return reason
         if pairs.dim < self.min_dim:
             return f"takes {self.min_dim} dimensions or more, not {pairs.dim}"
         if device.cc < (8, 0):
@@ -277,10 +274,6 @@ class ProductsKernel:
         if pairs.num_rows * pairs.num_keys < _FEW_PAIRS:
             return "there are too few pairs"
         return None
-
-    def needs_repair(self, pairs: Pairs) -> bool:
-        """Whether rows may have to be made once more."""
-        return True
 
     def parts(self, pairs: Pairs) -> int:
         """Float16 parts of a coordinate: tf32 has as many digits as one."""

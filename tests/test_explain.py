@@ -118,7 +118,7 @@ def test_bad_arguments_raise_as_the_call_does(xp, rng):
     with pytest.raises(ValueError, match="method must be one of"):
         cupyflash.explain("softmax", xp.ones(3), method="quick")
     q, k, v = q_k_v(xp, rng)
-    with pytest.raises(TypeError, match="q, k and v must have one dtype"):
+    with pytest.raises(TypeError, match="q, k and v must have the same dtype"):
         cupyflash.explain("attention", q, k.astype(np.float64), v)
     with pytest.raises(TypeError, match="unexpected keyword"):
         cupyflash.explain("softmax", xp.ones(3), axes=1)

@@ -53,7 +53,7 @@ def bind(
         ("mask", mask_arrays, is_function),
     ):
         if option is not None and not there:
-            raise ValueError(f"{name}_arrays= goes with {name}= as a function")
+            raise ValueError(f"{name}_arrays= needs {name}= to be a function")
     return (
         Functions(
             None if score is None else _bound(q, "score", score, score_arrays),
@@ -77,7 +77,7 @@ def _bound(q, name, function, named):
         if not isinstance(n, str):
             raise TypeError(
                 f"{name}_arrays must be a dict of arrays by name, got the key {n!r}: "
-                f"use the name that the function has for the array"
+                "use the name that the array has in the function"
             )
     labels = {f"{name}_arrays[{n!r}]": x for n, x in named.items()}
     adopted = _arrays.adopt_all(1 + len(labels), q=q, **labels)[1] if labels else {}
@@ -135,7 +135,7 @@ def names_of_gradients(
         names = (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"need_dscore must be names of arrays in score_arrays, got {need_dscore!r}"
+            f"need_dscore must name arrays in score_arrays, got {need_dscore!r}"
         )
     score = functions.score if functions else None
     known = score.arrays if score else {}

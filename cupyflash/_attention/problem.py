@@ -163,7 +163,7 @@ def _check_floats(xp, arrays):
             )
     if len(set(names.values())) > 1:
         got = ", ".join(f"{n} {d}" for n, d in names.items())
-        raise TypeError(f"q, k and v must have one dtype, got {got}")
+        raise TypeError(f"q, k and v must have the same dtype, got {got}")
     return names["q"]
 
 
@@ -177,7 +177,7 @@ def _check_shapes(q, k, v, layout):
             )
         if x.ndim > MOST_AXES:
             raise ValueError(
-                f"{name} may have {MOST_AXES} axes at most, got {x.ndim}; reshape it, "
+                f"{name} may have at most {MOST_AXES} axes, got {x.ndim}; reshape it, "
                 "so that batch axes become one"
             )
         if x.shape[-1] < 1:
@@ -187,11 +187,11 @@ def _check_shapes(q, k, v, layout):
     q, k, v = (heads_first(x, layout) for x in (q, k, v))
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}"
+            f"q and k must have the same head_dim, got {q.shape[-1]} and {k.shape[-1]}"
         )
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(
-            f"k and v must have one seqlen, got {k.shape[-2]} and {v.shape[-2]}"
+            f"k and v must have the same seqlen, got {k.shape[-2]} and {v.shape[-2]}"
         )
     if k.shape[-3] != v.shape[-3]:
         raise ValueError(
@@ -655,7 +655,7 @@ def _stack(name, parts):
     if not isinstance(parts, (list, tuple)):
         return parts
     if not parts:
-        raise ValueError(f"{name} is an empty list; give one part at least")
+        raise ValueError(f"{name} is an empty list; pass at least one part")
     given = {f"{name}[{i}]": x for i, x in enumerate(parts)}
     xp, arrays = _arrays.adopt_all(len(parts), **given)
     for what, found in (
@@ -664,7 +664,7 @@ def _stack(name, parts):
     ):
         if len(found) > 1:
             raise (ValueError if what == "shape" else TypeError)(
-                f"the parts of {name} must have one {what}, got "
+                f"the parts of {name} must have the same {what}, got "
                 f"{' and '.join(sorted(found))}"
             )
     return xp.stack(list(arrays.values()))

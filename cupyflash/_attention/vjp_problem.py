@@ -131,7 +131,7 @@ def attention_vjp(
         (need_dsinks, "sinks", sinks),
     ):
         if asked and given is None:
-            raise ValueError(f"need_d{name}=True asks for a gradient of {name}=None")
+            raise ValueError(f"need_d{name}=True asks for the gradient of {name}=None")
     has_names = not (isinstance(need_dscore, (tuple, list, str)) and not need_dscore)
     _, a = arrays.adopt_all(
         6, q=q, k=k, v=v, dout=dout, out=out, lse=lse, bias=bias, sinks=sinks, dlse=dlse
@@ -144,7 +144,7 @@ def attention_vjp(
     )  # fmt: skip
     if method not in METHODS:
         raise NotImplementedError(
-            f"attention_vjp has method={' and '.join(map(repr, METHODS))}, got "
+            f"attention_vjp takes method={' or '.join(map(repr, METHODS))}, got "
             f"{method!r}"
         )
     for name in ("out", "dout"):

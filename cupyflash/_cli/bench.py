@@ -73,7 +73,7 @@ def run(args):
         _plot(args.output / "bench.png", machine, softmax, attention)
         print(f"Plot: {args.output / 'bench.png'}")
     except ImportError:
-        print(f"No plot: {extras.command('bench')} brings matplotlib")
+        print(f"No plot: {extras.command('bench')} installs matplotlib")
     return 0
 
 

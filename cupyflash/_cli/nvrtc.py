@@ -75,7 +75,7 @@ def unusable() -> str:
     except Exception as error:
         return (
             f"NVRTC cannot be used ({str(error).strip().splitlines()[0]}); "
-            f"{extras.command('nvrtc')} brings it"
+            f"{extras.command('nvrtc')} installs it"
         )
     return ""
 

@@ -73,8 +73,8 @@ def import_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            f"an array in CUDA memory takes CuPy, which cannot be imported: "
-            f"{error}; {extras.CUDA} brings it"
+            f"an array in CUDA memory needs CuPy, which cannot be imported: "
+            f"{error}; {extras.CUDA} installs it"
         ) from error
     return cupy
 
@@ -98,11 +98,11 @@ _ARRAY_PROTOCOLS = (
 # What to write instead, by the package of the type.
 _INSTEAD = {
     "dask": "use cupyflash.dask, which has softmax, log_softmax, logsumexp, attention, "
-    "merge_attention_states and points for Dask arrays, or give x.compute()",
-    "xarray": "call it by xarray.apply_ufunc(f, x, ...), or give x.values",
-    "pandas": "give x.to_numpy()",
-    "sparse": "give x.todense()",
-    "torch": "give x.numpy(force=True)",
+    "merge_attention_states and points for Dask arrays, or pass x.compute()",
+    "xarray": "use xarray.apply_ufunc(f, x, ...), or pass x.values",
+    "pandas": "pass x.to_numpy()",
+    "sparse": "pass x.todense()",
+    "torch": "pass x.numpy(force=True)",
 }
 
 
@@ -115,7 +115,7 @@ def _refuse_other_arrays(x):
         kind = type(part)
         if any(hasattr(kind, protocol) for protocol in _ARRAY_PROTOCOLS):
             package = kind.__module__.partition(".")[0]
-            instead = _INSTEAD.get(package, "give numpy.asarray(x)")
+            instead = _INSTEAD.get(package, "pass numpy.asarray(x)")
             raise TypeError(
                 f"a {package} {kind.__name__} would silently become a NumPy array; "
                 f"{instead}"
@@ -126,12 +126,12 @@ def _adopt_as(name, x):
     """`x` adopted, or an error that names it."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array, whose mask would be lost; give {name}.filled() "
-            "with a value, and the mask as an argument of its own"
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled() "
+            "with a value, and the mask as a separate argument"
         )
     if isinstance(x, np.ndarray) and hasattr(x, "unit"):
         raise TypeError(
-            f"{name} is a {type(x).__name__}, whose unit would be lost; give "
+            f"{name} is a {type(x).__name__}, whose unit would be lost; pass "
             f"{name}.value or numpy.asarray({name})"
         )
     try:
@@ -170,7 +170,7 @@ def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]
             gpu_name = first if on_gpu else name
             raise TypeError(
                 f"{first} is {_describe(arrays[first])} but {name} is "
-                f"{_describe_given(given[name], x)}; give both as CuPy arrays "
+                f"{_describe_given(given[name], x)}; pass both as CuPy arrays "
                 f"(cupy.asarray({cpu_name})) or both as NumPy arrays "
                 f"(cupy.asnumpy({gpu_name}))"
             )
@@ -196,19 +196,19 @@ def _check_places(name, x):
         return
     if not x.dtype.isnative:
         raise ValueError(
-            f"{name} has the byte order of dtype {x.dtype.str!r}, which kernels do not "
-            f"read; give {x.dtype.newbyteorder('=').str!r}"
+            f"{name} has the byte order of dtype {x.dtype.str!r}, which kernels cannot "
+            f"read; convert it to {x.dtype.newbyteorder('=').str!r}"
         )
     if x.size and x.data.ptr % size:
         raise ValueError(
             f"{name} starts {x.data.ptr % size} bytes past a multiple of {size}, the "
-            f"size of {dtype_name(x)}, which kernels do not read; give a copy"
+            f"size of {dtype_name(x)}, which kernels cannot read; pass a copy"
         )
     if any(n > 1 and s % size for n, s in zip(x.shape, x.strides, strict=True)):
         raise ValueError(
-            f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which are no "
-            f"multiples of {size} (a field of a structured array?); give a contiguous "
-            "copy"
+            f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which are "
+            f"not multiples of {size} (a field of a structured array?); pass a "
+            "contiguous copy"
         )
 
 
@@ -306,7 +306,7 @@ def real_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ValueError(f"{name} is too large for float64, 1.8e308 at most") from None
+        raise ValueError(f"{name} is too large for float64 (at most 1.8e308)") from None
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -350,7 +350,7 @@ def check_out_is_array(out: Any) -> None:
         raise ValueError(_READ_ONLY)
 
 
-_READ_ONLY = "out is read-only; give a writable array"
+_READ_ONLY = "out is read-only; pass a writable array"
 
 
 def overlaps_itself(x: Any) -> bool:
@@ -392,12 +392,12 @@ def check_out(
         raise ValueError(_READ_ONLY)
     if overlaps_itself(out):
         raise ValueError(
-            "out is a view that has elements twice, such as a broadcast one; give an "
-            "array with its own elements"
+            "out is a view whose elements share memory, such as a broadcast one; pass "
+            "an array in which each element has its own memory"
         )
     for name, x in inputs.items():
         if x is not None and share_memory(out, x):
-            raise ValueError(f"out shares memory with {name}; give an array of its own")
+            raise ValueError(f"out shares memory with {name}; pass a separate array")
 
 
 class _Addresses:

@@ -16,8 +16,8 @@ _ATTENTION = {
     "Q": "q",
     "K": "k",
     "V": "v",
-    "is_causal": "causal=; with as many queries as keys it is the same, else give "
-    "query_offset=0 for the diagonal of PyTorch",
+    "is_causal": "causal=; with as many queries as keys it is the same, otherwise "
+    "pass query_offset=0 for PyTorch's diagonal",
     "attn_mask": "mask= if it is bool (True = attend), bias= if it is float",
     "attention_mask": "mask= if it is bool (True = attend), bias= if it is float",
     "key_padding_mask": "mask= (True = attend), with axes that broadcast to "
@@ -28,9 +28,9 @@ _ATTENTION = {
     "logits_soft_cap": "softcap=",
     "attn_logits_soft_cap": "softcap=",
     "logit_cap": "softcap=",
-    "window_size": "window=, with None in place of -1",
+    "window_size": "window=, with None instead of -1",
     "local_window_size": "window=",
-    "sliding_window": "window=(n - 1, 0) for n keys, that of the query among them",
+    "sliding_window": "window=(n - 1, 0) for n keys, counting the query's own",
     "sink": "sinks=",
     "s_aux": "sinks=",
     "alibi": "alibi_slopes=",

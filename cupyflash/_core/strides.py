@@ -31,8 +31,8 @@ def element_strides(x) -> tuple[int, ...]:
     if any(n > 1 and s % x.itemsize for n, s in steps):
         raise ValueError(
             f"an array of {arrays.dtype_name(x)} has strides of {x.strides} bytes, "
-            f"which are no multiples of {x.itemsize} (a field of a structured array?); "
-            "give a contiguous copy"
+            f"which are not multiples of {x.itemsize} (a field of a structured "
+            "array?); pass a contiguous copy"
         )
     return tuple(s // x.itemsize for s in x.strides)
 

@@ -101,7 +101,7 @@ def _cache_in_memory(error):
     """Let CuPy compile without its cache folder, which is unusable."""
     warnings.warn(
         f"the kernel cache folder cannot be used ({error}); kernels are compiled anew "
-        "in each process. Set CUPY_CACHE_DIR to a folder that is writable",
+        "in each process. Set CUPY_CACHE_DIR to a writable folder",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -120,9 +120,9 @@ def _explain(error, variant):
     text = str(error)
     lower = text.lower()
     if "cannot open source file" in lower or "could not open source file" in lower:
-        hint = f"CUDA headers are missing: {extras.CUDA} brings them"
+        hint = f"CUDA headers are missing: {extras.CUDA} installs them"
     elif "nvrtc" in lower and ("libnvrtc" in lower or "not found" in lower):
-        hint = f"NVRTC is missing: {extras.CUDA} brings it"
+        hint = f"NVRTC is missing: {extras.CUDA} installs it"
     elif "unsupported_ptx" in lower or "no_binary" in lower:
         hint = (
             "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "

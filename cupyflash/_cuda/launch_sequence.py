@@ -210,7 +210,7 @@ class LaunchSequence:
         def place(x):
             if x not in places:
                 if isinstance(x, str):
-                    raise KeyError(f"{x!r} is none of {', '.join(names)}")
+                    raise KeyError(f"{x!r} is not one of {', '.join(names)}")
                 places[x] = len(inputs) + 1 + len(self._template)
                 self._template.append(x)
                 if isinstance(x, At):

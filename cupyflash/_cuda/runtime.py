@@ -38,5 +38,5 @@ def _nvrtc_version():
     except (ImportError, RuntimeError, AttributeError) as error:
         raise RuntimeError(
             "NVRTC, CUDA's run-time compiler, cannot be loaded "
-            f"({str(error).splitlines()[0]}); {extras.CUDA} brings it"
+            f"({str(error).splitlines()[0]}); {extras.CUDA} installs it"
         ) from None

@@ -187,14 +187,14 @@ def _refuse_outside(function):
         if step.opname == "IMPORT_NAME" and not _never_changes(name):
             fail(
                 f"{name} is imported in a traced function, which would not see it "
-                "change: there are NumPy, and math for numbers",
+                "change: use NumPy, or math for numbers",
                 place,
             )
         if step.opname == "LOAD_GLOBAL" and name in _OUTSIDE:
             if name not in function.__globals__:
                 fail(
-                    f"{name}() in a traced function, which would not see a change of "
-                    "what it gives: close over a number, or pass an array by name",
+                    f"{name}() in a traced function, which would not see its result "
+                    "change: close over a number, or pass an array by name",
                     place,
                 )
 
@@ -224,16 +224,16 @@ def _is_known(value):
 
 
 def _instead(name, value):
-    """What to write in place of a value that cannot be closed over."""
+    """What to write instead of a value that cannot be closed over."""
     if hasattr(value, "dtype"):
         instead = (
             f"pass it by name: {name} after `*` in the function, and score_arrays= or "
-            f"mask_arrays={{'{name}': {name}}} (kernels of points take numbers alone)"
+            f"mask_arrays={{'{name}': {name}}} (kernels of points only take numbers)"
         )
     elif getattr(value, "__name__", "") == "cupy":
-        instead = "use np.f(x), for CuPy arrays, too"
+        instead = "use np.f(x), for CuPy arrays too"
     elif isinstance(value, types.ModuleType):
-        instead = "there are NumPy, and math for numbers"
+        instead = "use NumPy, or math for numbers"
     elif isinstance(value, type):
         instead = "bind the number that it holds to a name, outside of the function"
     elif callable(value):

@@ -105,7 +105,7 @@ class Packer:
             array = arrays[name]
             size, at, strides = array.itemsize, array.data.ptr, array.strides
             if math.gcd(size, at, *strides) != size or not array.size:
-                raise ValueError(f"{name} lies in memory as kernels do not read it")
+                raise ValueError(f"{name} has a memory layout that kernels cannot read")
             fields += at, *array.shape, *[n // size for n in strides]
         fields += [values[place] for place in expression.numbers]
         if not fields:  # a struct has a member at least

@@ -108,7 +108,7 @@ def _of_partial(function, what):
         name = positions[0]
         raise TypeError(
             f"{what} is a functools.partial with {name} bound, which is the "
-            f"{_MEANING[name]}: call what you bind something else"
+            f"{_MEANING[name]}: rename the argument that you bind"
         )
     plain = types.FunctionType(
         inner.__code__,
@@ -164,9 +164,8 @@ def _traced_twice(function, arrays, mask, values, functions, names):
     second, _ = trace(function, arrays, mask, values, functions, names)
     if first.key != second.key:
         fail(
-            f"{function.__name__} is not the same at each call: what it returns "
-            "depends on its arguments and on constants alone, not on random numbers "
-            "or time",
+            f"{function.__name__} is not the same in every call: its result may only "
+            "depend on its arguments and on constants, not on random numbers or time",
             start_of(function.__code__),
         )
     return first, pinned
@@ -227,8 +226,7 @@ def _arguments(function, arrays, mask, state, start, names):
     count = code.co_argcount
     if code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         fail(
-            f"{function.__name__} takes * or ** arguments: write out the names of what "
-            "it asks for",
+            f"{function.__name__} takes * or ** arguments: name each argument instead",
             start,
         )
     if names:
@@ -244,7 +242,7 @@ def _arguments(function, arrays, mask, state, start, names):
         if name in known and name in optional:
             fail(
                 f"{name} has a default, but is the {_MEANING.get(name, 'argument')}: "
-                "call it something else, or leave the default out",
+                "rename it, or leave the default out",
                 start,
             )
         if name in arrays:
@@ -261,7 +259,10 @@ def _arguments(function, arrays, mask, state, start, names):
         elif name in known:
             given[name] = Traced(var(known[name]), state)
         elif name not in optional and names:
-            fail(f"{function.__name__} asks for {name}: there is {variables}", start)
+            fail(
+                f"{function.__name__} asks for {name}: it may ask for {variables}",
+                start,
+            )
         elif name not in optional:
             option = "mask_arrays" if mask else "score_arrays"
             fail(

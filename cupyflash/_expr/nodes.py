@@ -66,7 +66,7 @@ def const(value: Any) -> Node:
     value = value.item() if isinstance(value, np.generic) else value
     kind = next(t for t in (bool, int, float) if isinstance(value, t))
     if kind is int and not -(2**63) <= value < 2**63:
-        raise ValueError(f"integers have 64 bits: {value} is beyond")
+        raise ValueError(f"integers have 64 bits, and {value} does not fit")
     return node("const", kind.__name__, (), kind(value))
 
 

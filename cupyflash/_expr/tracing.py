@@ -50,7 +50,7 @@ class Trace:
     def demand(self, x: Node, what: str, instead: str) -> Any:
         """The same; the numbers are pinned, and what is not known is refused."""
         if x.free:
-            fail(f"{what} of a value that is not known yet: write {instead}")
+            fail(f"{what}: the value is not known yet, write {instead}")
         self.pinned.update(n.value for n in order(x) if n.op == "param")
         return self.peek(x)
 
@@ -80,7 +80,7 @@ class Traced:
         if isinstance(x, NUMBERS):
             return const(x)
         fail(
-            f"{type(x).__name__} in a traced expression, which is of real numbers: "
+            f"{type(x).__name__} in a traced expression, which only has real numbers: "
             "pass arrays by name, in score_arrays or mask_arrays, and index them"
         )
 
@@ -113,14 +113,16 @@ class Traced:
             fail(f"astype takes int, float or bool, got {dtype}")
         if kind == "int" and (dtype.kind == "u" or dtype.itemsize < 4):
             fail(
-                f"astype({dtype}): integers are signed and never wrap round in fewer "
-                "than 64 bits here, write x.astype(int), or x % 256 for that of 8 bits"
+                f"astype({dtype}): integers here are signed and have 64 bits, so they "
+                "do not wrap in fewer: write x.astype(int), or x % 256 for 8 bits"
             )
         return Traced(cast(self.node, kind), self._trace)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
         if method != "__call__" or kwargs:
-            fail(f"np.{ufunc.__name__}: only np.f(x) of values, with no more arguments")
+            fail(
+                f"np.{ufunc.__name__}: only np.f(x) of values, without other arguments"
+            )
         return self._apply(ufunc.__name__, *inputs)
 
     def __array_function__(self, func, types, args, kwargs):
@@ -151,8 +153,8 @@ class Traced:
         if name.startswith("__"):  # NumPy looks for some
             raise AttributeError(name)
         fail(
-            f"a traced value is one number, which has no .{name}: there are "
-            "x.astype(int), x.clip(low, high), x.round() and np.f(x)"
+            f"a traced value is one number, which has no .{name}: use "
+            "x.astype(int), x.clip(low, high), x.round() or np.f(x)"
         )
 
     def clip(self, *args, **kwargs):
@@ -176,8 +178,8 @@ class Traced:
 
     def __hash__(self):
         fail(
-            "a traced value is no key of a dict or set: pass the table as an array by "
-            "name, or write np.where(c, x, y)"
+            "a traced value cannot be a key of a dict or set: pass the table as an "
+            "array by name, or write np.where(c, x, y)"
         )
 
     def __round__(self, *digits):
@@ -198,7 +200,7 @@ class Traced:
         return np.divmod(other, self)
 
     def __iter__(self):
-        fail("a traced value is one number, with nothing to go through")
+        fail("a traced value is one number and cannot be iterated over")
 
     def __bool__(self):
         return bool(
@@ -215,7 +217,7 @@ class Traced:
             fail("an integer is needed here: write x.astype(int)")
         return self._trace.demand(
             self.node,
-            "range(), or an index of a list or array closed over",
+            "range(), or an index into a list or array that is closed over",
             "the array by name, in score_arrays or mask_arrays",
         )
 
@@ -282,7 +284,7 @@ _OF_NUMBERS = {
 
 def _unknown(name):
     where = "np." if hasattr(np, name) else ""  # SciPy has ufuncs, too
-    fail(f"{where}{name} is not known here. Beside operators there are {_KNOWN}")
+    fail(f"{where}{name} is not known here. Besides operators, use {_KNOWN}")
 
 
 def _count(number, one, many):
@@ -305,15 +307,15 @@ class NamedArray:
 
     def _of_any_size(self, what):
         fail(
-            f"{what}: {self.name} is only indexed, as in {self.example()}; a number "
-            "such as its length is closed over"
+            f"{what}: {self.name} can only be indexed, as in {self.example()}; close "
+            "over a number such as its length"
         )
 
     def __repr__(self):
         return self.name
 
     def __setitem__(self, index, value):
-        fail(f"{self.name} is only read, as in {self.example()}")
+        fail(f"{self.name} can only be read, as in {self.example()}")
 
     def __getattr__(self, name):
         if name.startswith("__"):  # NumPy looks for some
@@ -358,7 +360,7 @@ class NamedArray:
                 )
             if nodes[-1].op == "const" and nodes[-1].value < 0:
                 fail(
-                    f"{self.name} has no place {nodes[-1].value}: count from the front",
+                    f"{self.name} has no index {nodes[-1].value}: count from the front",
                     kind=AtLineValueError,
                 )
         return Traced(node("load", self._dtype, tuple(nodes), self.name), self._trace)

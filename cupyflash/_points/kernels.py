@@ -186,8 +186,8 @@ def find(kernel: Any, reduction: str) -> Kernel:
     row = KERNELS[kernel]
     if row.sum_only and reduction != "kernel_sum":
         raise ValueError(
-            f"kernel {kernel!r} has values below 0, which {reduction} has no logarithm "
-            "for: it goes with kernel_sum"
+            f"kernel {kernel!r} has negative values, whose logarithm {reduction} "
+            "cannot take: use kernel_sum"
         )
     return row
 

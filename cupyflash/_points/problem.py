@@ -82,7 +82,7 @@ def count(name: str, value: Any, least: int = 0) -> int:
 def check_finite(name: str, x: Any) -> None:
     """Refuse NaN and infinities; on a GPU that waits for the device."""
     if not bool((abs(x) < np.inf).all()):
-        raise ValueError(f"{name} must be finite, got NaN or infinity in it")
+        raise ValueError(f"{name} must be finite, but contains NaN or infinity")
 
 
 def compute_dtype(arrays: dict[str, Any]) -> str:
@@ -112,17 +112,17 @@ def bandwidths(bandwidth: Any, dim: int) -> tuple[tuple[float, ...], ...]:
     """The bandwidth of each axis, and 1 over it; ValueError, TypeError."""
     if _arrays.lives_on_gpu(bandwidth):
         raise TypeError(
-            "bandwidth must be a number or numbers in host memory, one an axis, got a "
-            "GPU array: give cupy.asnumpy(bandwidth)"
+            "bandwidth must be a number, or one per axis, in host memory, got a GPU "
+            "array: pass cupy.asnumpy(bandwidth)"
         )
     given = np.asarray(bandwidth)
     if given.dtype.kind not in "biuf" or given.dtype.kind == "b":
         raise TypeError(
-            f"bandwidth must be a real number or one an axis, got {bandwidth!r}"
+            f"bandwidth must be a real number, or one per axis, got {bandwidth!r}"
         )
     if given.shape not in ((), (dim,)):
         raise ValueError(
-            f"bandwidth must be a number or of shape ({dim},), one an axis of the "
+            f"bandwidth must be a number, or have shape ({dim},), one per axis of the "
             f"points, got shape {given.shape}"
         )
     widths = np.broadcast_to(given.astype(np.float64), (dim,))
@@ -144,13 +144,13 @@ def _check_points(name, x):
 
 
 def check_clouds(x: Any, y: Any) -> None:
-    """Refuse what are no two clouds of as many dimensions."""
+    """Refuse clouds that differ in their number of dimensions."""
     _check_points("x", x)
     _check_points("y", y)
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(
-            f"x and y must have as many dimensions (last axis), got {x.shape} and "
-            f"{y.shape}"
+            f"x and y must have the same number of dimensions (last axis), got "
+            f"{x.shape} and {y.shape}"
         )
 
 
@@ -198,14 +198,14 @@ def points(
         if values.ndim == 0 or values.shape[0 if is_vector else -2] != num_y:
             raise ValueError(
                 f"{values_name} must have shape (..., {num_y}, columns), one row "
-                f"a point of y, or ({num_y},), got {values.shape}"
+                f"per point of y, or ({num_y},), got {values.shape}"
             )
         values = values[:, None] if is_vector else values
         shapes[values_name] = values.shape[:-2]
     if weights is not None:
         if weights.ndim and weights.shape[-1] not in (1, num_y):
             raise ValueError(
-                f"log_weights must have shape (..., {num_y}), one for each point of y, "
+                f"log_weights must have shape (..., {num_y}), one per point of y, "
                 f"got {weights.shape}"
             )
         shapes["log_weights"] = weights.shape[:-1]

@@ -15,8 +15,8 @@ try:
     import dask.array  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"cupyflash.dask takes Dask, which cannot be imported: {error}; "
-        f"{extras.command('dask')} brings it"
+        f"cupyflash.dask needs Dask, which cannot be imported: {error}; "
+        f"{extras.command('dask')} installs it"
     ) from error
 
 from cupyflash.dask import points

@@ -165,7 +165,7 @@ def attention(
     }  # fmt: skip
     if callable(mask):
         raise TypeError(
-            "mask must be an array here, not a function: give causal=, window= or "
+            "mask must be an array here, not a function: pass causal=, window= or "
             "lengths, or what the function returns for all queries and keys"
         )
     split_every = _chunks.split_every(split_every)
@@ -278,7 +278,7 @@ def _stacked(name, x):
     if not isinstance(x, (list, tuple)):
         return x
     if not x:
-        raise ValueError(f"{name} is an empty list; give one part at least")
+        raise ValueError(f"{name} is an empty list; pass at least one part")
     parts = _chunks.adopted(1, **{f"{name}[{n}]": part for n, part in enumerate(x)})
     return da.stack(list(parts.values()))
 

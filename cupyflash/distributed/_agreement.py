@@ -44,7 +44,7 @@ def _compared(records):
     """What each rank has of its own, if the rest is alike."""
     for rank, record in enumerate(records):
         if "refused" in record:
-            raise ValueError(f"rank {rank} refused its arguments: {record['refused']}")
+            raise ValueError(f"rank {rank} rejected its arguments: {record['refused']}")
     first = records[0]["alike"]
     for rank, record in enumerate(records):
         for name, its in record["alike"].items():

@@ -114,7 +114,7 @@ def checked(comm: Any) -> Comm:
     if not isinstance(comm, Comm):
         raise TypeError(
             f"comm must come from cupyflash.distributed.connect(), got "
-            f"{type(comm).__name__}; communicators of mpi4py are given to connect()"
+            f"{type(comm).__name__}; pass mpi4py communicators to connect()"
         )
     return comm
 

@@ -74,9 +74,11 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
         rank, size = (_number(name) for name in names[:2])
         local_rank = _number(names[2], default=rank)
         if not 0 <= rank < size:
-            raise ValueError(f"{names[0]}={rank} is no rank of {names[1]}={size}")
+            raise ValueError(f"{names[0]}={rank} is not a rank of {names[1]}={size}")
         if not 0 <= local_rank < size:
-            raise ValueError(f"{names[2]}={local_rank} is no rank of {names[1]}={size}")
+            raise ValueError(
+                f"{names[2]}={local_rank} is not a rank of {names[1]}={size}"
+            )
     if size > 1 and "MASTER_ADDR" not in os.environ and names is not _LAUNCHERS[0]:
         world = _mpi_world(size)
         if world is not None:
@@ -84,7 +86,7 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
         if local_rank != rank:
             raise ImportError(
                 "ranks on several machines need mpi4py, or MASTER_ADDR and MASTER_PORT "
-                f"in the environment; {extras.command('distributed')} brings mpi4py"
+                f"in the environment; {extras.command('distributed')} installs mpi4py"
             )
     from cupyflash.distributed._sockets import SocketComm
 
@@ -111,9 +113,7 @@ def _over_mpi(mpi, timeout):
     from cupyflash.distributed._mpi import MpiComm
 
     if not hasattr(mpi, "Get_rank"):
-        raise TypeError(
-            f"mpi must be a communicator of mpi4py, got {type(mpi).__name__}"
-        )
+        raise TypeError(f"mpi must be an mpi4py communicator, got {type(mpi).__name__}")
     return MpiComm(mpi, timeout=timeout)
 
 

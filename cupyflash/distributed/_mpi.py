@@ -119,7 +119,7 @@ class MpiComm(Comm):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"{who} was not ready within {self.timeout:g} s (timeout= of "
-                        "connect); it has died, hangs, or computes for longer"
+                        "connect); it has died, hangs, or takes longer"
                     )
                 time.sleep(_PAUSE)
         except (ConnectionError, TimeoutError) as error:

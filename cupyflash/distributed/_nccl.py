@@ -19,8 +19,8 @@ def _modules():
 
     if not nccl.available:
         raise ImportError(
-            "CuPy finds no NCCL, which carries arrays between GPUs; "
-            f"{extras.command('distributed')} brings it on Linux"
+            "CuPy does not find NCCL, which carries arrays between GPUs; "
+            f"{extras.command('distributed')} installs it on Linux"
         )
     return cupy, nccl
 
@@ -173,8 +173,9 @@ class NcclComm(Comm):
                 self._ranks.check_async_error()
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"arrays of another rank did not come within {self.timeout:g} "
-                        "s (timeout= of connect); a rank hangs, or computes for longer"
+                        "arrays of another rank did not arrive within "
+                        f"{self.timeout:g} s (timeout= of connect); a rank hangs, or "
+                        "takes longer"
                     )
                 time.sleep(_PAUSE)
         self._last = None

@@ -354,7 +354,7 @@ class _Call:
         order = {n: self.given[n] for n in needed} | self.given
         if callable(order["mask"]):
             raise TypeError(
-                "mask must be an array here, not a function: give causal=, window= or "
+                "mask must be an array here, not a function: pass causal=, window= or "
                 "lengths, or what the function returns for the queries of this rank"
             )
         self.given.update(arrays.adopt_all(len(needed), **order)[1])

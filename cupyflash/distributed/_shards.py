@@ -204,10 +204,10 @@ def chunks_of(
         expected = sum(chunk.length for chunk in dealt)
         if length != expected:
             raise ValueError(
-                f"{name} has {length} places of the sequence on rank {rank}; a zigzag "
-                f"of {sum(lengths)} over {comm.size} ranks has {expected} there: deal "
-                "it by cupyflash.distributed.shard(..., causal=True), or say "
-                "zigzag=False if ranks have one piece each"
+                f"{name} has {length} positions of the sequence on rank {rank}; a "
+                f"zigzag of {sum(lengths)} over {comm.size} ranks has {expected} "
+                "there: split it with cupyflash.distributed.shard(..., causal=True), "
+                "or pass zigzag=False if ranks have one piece each"
             )
     return chunks
 

@@ -204,7 +204,7 @@ class SocketComm(Comm):
         except TimeoutError:
             raise TimeoutError(
                 f"rank {rank} did not {verb} what it should within {self.timeout:g} s "
-                "(timeout= of connect); it hangs, or it computes for longer than that"
+                "(timeout= of connect); it hangs, or takes longer than that"
             ) from None
         except OSError as error:
             raise self._last_words(rank) or _lost(rank, error) from None
@@ -309,8 +309,8 @@ def _places(peer, size):
         return _exactly(peer, length).decode().split("\n")
     except TimeoutError:
         raise TimeoutError(
-            f"not all {size} ranks have called rank 0 in time; some were not started, "
-            "or not with this address (MASTER_ADDR, MASTER_PORT)"
+            f"not all {size} ranks reached rank 0 in time; some were not started, or "
+            "not with this address (MASTER_ADDR, MASTER_PORT)"
         ) from None
 
 
@@ -320,7 +320,7 @@ def _own_address(host):
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise ConnectionError(
-            f"MASTER_ADDR is no address of a machine: {host!r} ({error})"
+            f"MASTER_ADDR is not the address of a machine: {host!r} ({error})"
         ) from None
     family, _, _, _, address = found[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -356,7 +356,7 @@ def _accept(listener, size, deadline, known):
         except TimeoutError:
             raise TimeoutError(
                 f"{size - 1 - len(known)} of {size} ranks did not connect in time "
-                f"(there: {sorted(known)}); they were not started, or not with "
+                f"(connected: {sorted(known)}); they were not started, or not with "
                 "this address (MASTER_ADDR, MASTER_PORT)"
             ) from None
         except ConnectionError:
@@ -364,8 +364,9 @@ def _accept(listener, size, deadline, known):
     if of != size or rank in known or not 0 <= rank < size:
         peer.close()
         raise ConnectionError(
-            f"a process called as rank {rank} of {of}, where {size} ranks are "
-            f"expected and {sorted(known)} are there; do two jobs use one port?"
+            f"a process connected as rank {rank} of {of}, but {size} ranks are "
+            f"expected and {sorted(known)} are already there; do two jobs share a "
+            "port?"
         )
     return peer, rank, place
 

@@ -97,8 +97,8 @@ class GaussianKDE(stats.gaussian_kde):
         self.d, self.n = self.dataset.shape
         if self.d > self.n:
             raise ValueError(
-                f"dataset has {self.d} dimensions and {self.n} points, a column each: "
-                "give its transpose?"
+                f"dataset has {self.d} dimensions and {self.n} points, one per "
+                "column: pass its transpose?"
             )
         if weights is None:
             weights = cupy.ones(self.n)
@@ -125,7 +125,7 @@ class GaussianKDE(stats.gaussian_kde):
         if (xp is not np) != _arrays.lives_on_gpu(points):
             raise TypeError(
                 "the dataset and the points must both be NumPy or both be CuPy arrays: "
-                "give cupy.asarray(points) or cupy.asnumpy(points)"
+                "pass cupy.asarray(points) or cupy.asnumpy(points)"
             )
         columns = xp.atleast_2d(_real("points", xp.asarray(points)))
         d, m = columns.shape

@@ -112,8 +112,8 @@ def mean_shift(
     points_problem.check_clouds(x, at)
     if x.ndim != 2 or at.ndim != 2 or 0 in x.shape or 0 in at.shape:
         raise ValueError(
-            f"x and seeds must have shape (points, D) with points, got {x.shape} and "
-            f"{at.shape}"
+            f"x and seeds must have shape (points, D), with at least one point, got "
+            f"{x.shape} and {at.shape}"
         )
     for name, cloud in (("x", x), ("seeds", at)):
         points_problem.check_finite(name, cloud)
@@ -151,7 +151,7 @@ def _centres(xp, at, lse, bandwidth):
         gaps = left - left[0]
         left = left[(gaps * gaps).sum(axis=1) > bandwidth * bandwidth]
     if not found:
-        raise ValueError("no seed has a point within its bandwidth: give a larger one")
+        raise ValueError("no seed has a point within its bandwidth: pass a larger one")
     return xp.stack(found)
 
 

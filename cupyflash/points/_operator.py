@@ -78,8 +78,9 @@ class _Products:
         """
         if self.x is not self.y or not self.diagonal > 0:
             raise ValueError(
-                "a preconditioner is for a matrix of one cloud, KernelOperator(x, x), "
-                f"with diagonal above 0, got diagonal {self.diagonal}"
+                "a preconditioner needs the matrix of a single cloud, "
+                "KernelOperator(x, x), with diagonal above 0, got diagonal "
+                f"{self.diagonal}"
             )
         xp, count = self._xp, len(self.x)
         rank = min(points_problem.count("rank", rank, 1), count)
@@ -177,7 +178,7 @@ def _initialise(self, base, x, y, kernel, bandwidth, diagonal):
     diagonal = _arrays.finite_number("diagonal", diagonal)
     if diagonal and len(x) != len(y):
         raise ValueError(
-            f"diagonal goes with as many points in x as in y, got {len(x)} and {len(y)}"
+            f"diagonal needs as many points in x as in y, got {len(x)} and {len(y)}"
         )
     self._describe(xp, x, y, kernel, bandwidth, diagonal)
     base.__init__(self, x.dtype, (len(x), len(y)))

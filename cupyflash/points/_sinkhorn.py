@@ -195,13 +195,13 @@ def _weights(xp, name, given, points, dtype):
         return xp.full(points.shape[:-1], 1 / max(count, 1), dtype=dtype)
     if given.ndim == 0 or given.shape[-1] != count:
         raise ValueError(
-            f"{name} must have shape (..., {count}), a weight a point, got "
+            f"{name} must have shape (..., {count}), one weight per point, got "
             f"{given.shape}"
         )
     if xp is np and not (np.isfinite(given).all() and (given >= 0).all()):
-        raise ValueError(f"{name} must hold finite weights from 0 on")
+        raise ValueError(f"{name} must hold finite weights >= 0")
     if xp is np and count and not (given.sum(axis=-1) > 0).all():
-        raise ValueError(f"{name} must hold a weight above 0, got none but zeros")
+        raise ValueError(f"{name} must hold a weight above 0, got only zeros")
     return given
 
 
@@ -414,8 +414,8 @@ def _check_sums(a, b):
     sums = a.sum(axis=-1, dtype=np.float64), b.sum(axis=-1, dtype=np.float64)
     if not np.allclose(*sums, rtol=1e-3 if a.dtype == np.float32 else 1e-6):
         raise ValueError(
-            f"a and b must have one sum, got {sums[0]} and {sums[1]}: give reach= for "
-            "marginals that need not be met"
+            f"a and b must have the same sum, got {sums[0]} and {sums[1]}: pass reach= "
+            "if the marginals need not be met"
         )
 
 

@@ -183,7 +183,7 @@ def _joined(x, y, fewest=1):
     points_problem.check_clouds(x, y)
     if x.ndim != 2 or y.ndim != 2 or min(len(x), len(y)) < fewest:
         raise ValueError(
-            f"x and y must have shape (points, D), of {fewest} points or more, got "
+            f"x and y must have shape (points, D), with at least {fewest} points, got "
             f"{x.shape} and {y.shape}"
         )
     return xp, xp.concatenate([x, y]), len(x)

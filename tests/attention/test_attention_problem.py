@@ -118,7 +118,7 @@ REFUSALS = {
     "a masked q": (
         {"q": np.ma.masked_array([[1.0, 2.0]], mask=[[True, False]])},
         TypeError,
-        r"q is a masked array, whose mask would be lost; give q.filled\(\) with",
+        r"q is a masked array, whose mask would be lost; pass q.filled\(\) with",
     ),
     "query_offset of a float": (
         {"query_offset": 1.0},
@@ -153,7 +153,7 @@ REFUSALS = {
     "dtypes mixed": (
         {"k": lambda xp: xp.ones((2, 2, 5, 8), np.float16)},
         TypeError,
-        "q, k and v must have one dtype, got q float32, k float16, v float32",
+        "q, k and v must have the same dtype, got q float32, k float16, v float32",
     ),
     "tf32 of float64": (
         {n: (lambda xp: xp.ones((2, 2))) for n in "qkv"} | {"precision": "tf32"},
@@ -173,12 +173,12 @@ REFUSALS = {
     "head_dim of q and k": (
         {"q": lambda xp: xp.ones((2, 4, 3, 7), np.float32)},
         ValueError,
-        "q and k must have one head_dim, got 7 and 8",
+        "q and k must have the same head_dim, got 7 and 8",
     ),
     "seqlen of k and v": (
         {"v": lambda xp: xp.ones((2, 2, 4, 6), np.float32)},
         ValueError,
-        "k and v must have one seqlen, got 5 and 4",
+        "k and v must have the same seqlen, got 5 and 4",
     ),
     "heads of k and v": (
         {"v": lambda xp: xp.ones((2, 1, 5, 6), np.float32)},
@@ -494,7 +494,7 @@ MERGES = {
     "parts of several shapes": (
         lambda xp: ([xp.ones((3, 4)), xp.ones((2, 4))], xp.ones((2, 3)), {}),
         ValueError,
-        "the parts of outs must have one shape, got",
+        "the parts of outs must have the same shape, got",
     ),
     "axis far below": (
         lambda xp: ([xp.ones((3, 4))] * 2, [xp.ones(3)] * 2, {"axis": -9}),
@@ -509,7 +509,7 @@ MERGES = {
     "no part": (
         lambda xp: ([], [], {}),
         ValueError,
-        "outs is an empty list; give one part at least",
+        "outs is an empty list; pass at least one part",
     ),
     "a part that is not there": (
         lambda xp: ([xp.ones((3, 4)), None], [xp.ones(3)] * 2, {}),
@@ -523,7 +523,7 @@ MERGES = {
             {},
         ),
         TypeError,
-        "the parts of outs must have one dtype, got float32 and float64",
+        "the parts of outs must have the same dtype, got float32 and float64",
     ),
     "numbers for arrays": (
         lambda xp: (xp.ones(()), xp.ones(()), {}),
@@ -610,7 +610,7 @@ def test_numbers_far_below_float32_hide():
 @pytest.mark.parametrize("ndim", [33, 34, 40, 64])
 def test_too_many_axes(ndim):
     x = np.ones((1,) * (ndim - 2) + (3, 4), np.float32)
-    with pytest.raises(ValueError, match=f"32 axes at most, got {ndim}; reshape"):
+    with pytest.raises(ValueError, match=f"at most 32 axes, got {ndim}; reshape"):
         cupyflash.attention(x, x, x)
     least = np.ones((1,) * 30 + (3, 4), np.float32)
     assert cupyflash.attention(least, least, least).shape == least.shape

@@ -584,12 +584,12 @@ class OnGpu:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"score_arrays": {}}, ValueError, "score_arrays= goes with score="),
-        ({"mask_arrays": {}}, ValueError, "mask_arrays= goes with mask= as a function"),
+        ({"score_arrays": {}}, ValueError, "score_arrays= needs score="),
+        ({"mask_arrays": {}}, ValueError, "mask_arrays= needs mask= to be a function"),
         (
             {"mask": np.ones(3, bool), "mask_arrays": {"x": [1]}},
             ValueError,
-            "as a function",
+            "to be a function",
         ),
         ({"score": "alibi"}, TypeError, "score must be a plain function"),
         ({"mask": np.tanh}, TypeError, "mask must be a plain function"),
@@ -634,8 +634,8 @@ def test_errors(options, kind, message):
     [
         ("x", ValueError, "asks for a gradient of 'x', but score_arrays has 'w', 'n'"),
         (["n"], TypeError, "which holds int64; only floats have one"),
-        (True, TypeError, "must be names of arrays in score_arrays"),
-        ([3], TypeError, "must be names of arrays in score_arrays"),
+        (True, TypeError, "must name arrays in score_arrays"),
+        ([3], TypeError, "must name arrays in score_arrays"),
     ],
 )
 def test_errors_of_need_dscore(names, kind, message):

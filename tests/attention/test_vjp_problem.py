@@ -93,7 +93,7 @@ REFUSALS = {
     "dtypes": (
         {"k": of((2, 2, 5, 8), np.float16)},
         TypeError,
-        "q, k and v must have one dtype",
+        "q, k and v must have the same dtype",
     ),
     "bias": (
         {"bias": of((3, 3)), "need_dbias": True},

@@ -302,7 +302,7 @@ def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
     assert main("compile") == 2
     text = capsys.readouterr().err
     assert "NVRTC cannot be used" in text
-    assert 'pip install "cupyflash[nvrtc]" brings it' in text
+    assert 'pip install "cupyflash[nvrtc]" installs it' in text
 
 
 @pytest.mark.parametrize("command", ["bench", "demo"])

@@ -103,7 +103,7 @@ def test_a_tensor_has_what_the_stand_in_has():
 def test_a_tensor_on_a_gpu_goes_to_the_gpu(monkeypatch):
     """It is not refused: without CuPy, the error says what to install."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match="an array in CUDA memory takes CuPy"):
+    with pytest.raises(ImportError, match="an array in CUDA memory needs CuPy"):
         cupyflash.softmax(Tensor(VALUES, device=(2, 0)))
 
 
@@ -135,7 +135,7 @@ def test_the_way_out_of_dask():
 def test_masked_arrays_are_refused(mask):
     """Also without a masked element: the same program must not depend on its data."""
     x = np.ma.masked_array(VALUES, mask=mask)
-    with pytest.raises(TypeError, match=r"give x\.filled\(\)"):
+    with pytest.raises(TypeError, match=r"pass x\.filled\(\)"):
         cupyflash.softmax(x)
 
 

@@ -233,7 +233,7 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
         cupyflash.dask.softmax(x, where=x)
     with pytest.raises(ValueError, match="does not broadcast"):
         cupyflash.dask.logsumexp(x, b=da.zeros(4))
-    with pytest.raises(ValueError, match="one head_dim"):
+    with pytest.raises(ValueError, match="the same head_dim"):
         cupyflash.dask.attention(x, da.zeros((2, 4)), x)
     with pytest.raises(TypeError, match=r"is_causal.*causal="):
         cupyflash.dask.attention(x, x, x, is_causal=True)

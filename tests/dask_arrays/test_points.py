@@ -101,7 +101,11 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
     for call, kind, words in (
         (lambda: cd.points.mean(x, x, None), TypeError, "v must be an array, got None"),
         (lambda: cd.points.logsumexp(x, x, bandwidth=0), ValueError, "above 0"),
-        (lambda: cd.points.logsumexp(x, x[:, :1]), ValueError, "as many dimensions"),
+        (
+            lambda: cd.points.logsumexp(x, x[:, :1]),
+            ValueError,
+            "same number of dimensions",
+        ),
         (lambda: cd.points.logsumexp(x, x, kernel="energy"), ValueError, "below 0"),
         (lambda: cd.points.kernel_sum(x, x, x[:3]), ValueError, "b must have shape"),
         (lambda: cd.points.logsumexp(x, x, split_every=1), ValueError, "2 or more"),

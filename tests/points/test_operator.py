@@ -44,9 +44,11 @@ def test_conjugate_gradients(rank):
 
 def test_errors():
     x = np.zeros((4, 2))
-    with pytest.raises(ValueError, match="diagonal goes with as many points"):
+    with pytest.raises(ValueError, match="diagonal needs as many points"):
         points.KernelOperator(x, x[:2], diagonal=1.0)
-    with pytest.raises(ValueError, match="a preconditioner is for a matrix of one"):
+    with pytest.raises(
+        ValueError, match="a preconditioner needs the matrix of a single"
+    ):
         points.KernelOperator(x, x).preconditioner()
     with pytest.raises(ValueError, match="kernel must be one of"):
         points.KernelOperator(x, x, kernel="rbf")

@@ -14,7 +14,11 @@ X, Y, V = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
     ("call", "error", "message"),
     [
         (lambda: points.logsumexp(X[0], Y), ValueError, r"x must have shape .*x\[:, N"),
-        (lambda: points.logsumexp(X, Y[:, :2]), ValueError, "as many dimensions"),
+        (
+            lambda: points.logsumexp(X, Y[:, :2]),
+            ValueError,
+            "same number of dimensions",
+        ),
         (lambda: points.logsumexp(X, None), TypeError, "y must be an array, got None"),
         (lambda: points.logsumexp(X + 1j, Y), TypeError, "x must hold real numbers"),
         (
@@ -41,12 +45,12 @@ X, Y, V = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
         (
             lambda: points.logsumexp(X, Y, kernel="energy"),
             ValueError,
-            "it goes with kernel_sum",
+            "use kernel_sum",
         ),
         (
             lambda: points.logsumexp(X, Y, kernel=lambda s: s),
             TypeError,
-            "asks for s: there is d2",
+            "asks for s: it may ask for d2",
         ),
         (
             lambda: points.logsumexp(X, Y, kernel=np.exp),
@@ -61,7 +65,7 @@ X, Y, V = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
         (
             lambda: points.logsumexp(X, Y, kernel=lambda d2: d2 * X[0, 0]),
             TypeError,
-            "kernels of points take numbers alone",
+            "kernels of points only take numbers",
         ),
         (lambda: points.logsumexp(X, Y, bandwidth=0), ValueError, "above 0, got 0"),
         (
@@ -72,7 +76,7 @@ X, Y, V = np.zeros((4, 3)), np.zeros((5, 3)), np.zeros((5, 2))
         (
             lambda: points.logsumexp(X, Y, bandwidth=[1.0, 2.0]),
             ValueError,
-            r"of shape \(3,\)",
+            r"have shape \(3,\)",
         ),
         (lambda: points.logsumexp(X, Y, bandwidth="scott"), TypeError, "real number"),
         (

@@ -66,9 +66,9 @@ def test_a_permutation_is_the_statistic_of_exchanged_points():
 
 def test_errors():
     x, y = samples()
-    with pytest.raises(ValueError, match="of 2 points or more"):
+    with pytest.raises(ValueError, match="at least 2 points"):
         points.mmd(x[:1], y)
-    with pytest.raises(ValueError, match="as many dimensions"):
+    with pytest.raises(ValueError, match="same number of dimensions"):
         points.energy_distance(x, y[:, :1])
     with pytest.raises(ValueError, match="permutations must be at least 0, got -1"):
         points.mmd(x, y, permutations=-1)

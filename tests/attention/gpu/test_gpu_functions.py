@@ -282,7 +282,7 @@ def test_arrays_of_functions_are_checked():
     def score(s, i, *, w):
         return s + w[i]
 
-    with pytest.raises(TypeError, match="give both as CuPy arrays"):
+    with pytest.raises(TypeError, match="pass both as CuPy arrays"):
         cupyflash.attention(x, x, x, score=score, score_arrays={"w": np.ones(8)})
     with pytest.raises(ValueError, match="no element to read"):
         cupyflash.attention(x, x, x, score=score, score_arrays={"w": cupy.ones(0)})

@@ -252,7 +252,7 @@ def short_rows(problem, device):
     dtypes = problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
     if dtypes["x"] not in arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
-        return f"{dtypes['x']} as {dtypes['out']} is none of {arrays.FLOATS[:3]}"
+        return f"{dtypes['x']} as {dtypes['out']} is not one of {arrays.FLOATS[:3]}"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
     if not _are_back_to_back(problem, ("x", "out")):

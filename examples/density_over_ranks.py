@@ -4,7 +4,7 @@ A density of a cloud over several processes
 
 The kernel density of a cloud of points, at those same points. Each process has a part
 of the cloud, so the cloud may be larger than one card or one machine holds. Parts
-travel round the ring while the previous one is being used; no process ever has them
+travel around the ring while the previous one is being used; no process ever has them
 all.
 
 With one more column, the squared distance of two points is a product,
@@ -30,7 +30,7 @@ DIM, WIDTH = 3, 0.3
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, default=2)
-parser.add_argument("--gpu", action="store_true", help="one GPU a rank")
+parser.add_argument("--gpu", action="store_true", help="one GPU per rank")
 parser.add_argument("--points", type=int, help="of the whole cloud")
 options = parser.parse_args()
 count = options.points or choose(tiny=400, cpu=6_000, gpu=6_000)

@@ -35,7 +35,7 @@ import readme_tables  # noqa: E402
 
 
 def report(name):
-    """A report by its name."""
+    """A report, by name."""
     return name, json.loads((RESULTS / name).read_text("utf-8"))
 
 

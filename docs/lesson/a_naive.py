@@ -49,7 +49,7 @@ for dtype in (np.float16, np.float32, np.float64):
     print(f"{dtype.__name__:8} exp(x) is finite up to x = {float(limit):.4f}")
 
 # %%
-# Past that point the numerator is infinite, the sum too, and their quotient is not
+# Past that point both the numerator and the sum are infinite, and their quotient is not
 # a number. The other methods have no such limit.
 
 print("softmax of [x, 0] in float16")
@@ -80,7 +80,7 @@ for row in demo["ladder"]["overflow"]:
 
 row = np.full(4096, 3, np.float16)
 print("4096 scores of 3, float16:", cupyflash.softmax(row, method="naive")[:3])
-print("right would be           :", cupyflash.softmax(row, method="safe")[:3])
+print("what it should be        :", cupyflash.softmax(row, method="safe")[:3])
 
 # %%
 # At the other end, all exponentials of a row can vanish. Then 0 is divided by 0.
@@ -89,8 +89,8 @@ row = np.full(4, -20, np.float16)
 print("four scores of -20, float16:", cupyflash.softmax(row, method="naive"))
 
 # %%
-# How far can a row of N equal scores go? The dots are found by trying ``naive``, the
-# lines are the formula.
+# How far can a row of N equal scores go? The dots come from trying ``naive``,
+# the lines from the formula.
 
 
 def naive_is_right(score, n, dtype):
@@ -115,7 +115,7 @@ for dtype in (np.float16, np.float32):
     ax.plot(lengths, found, "o", color=line.get_color(), label="found by trying")
     assert np.allclose(found, formula, atol=0.05)
 ax.set(xscale="log", xlabel="scores in the row, N", ylabel="largest score")
-ax.set_title("Up to where naive softmax is right")
+ax.set_title("The largest score for which naive softmax is right")
 ax.legend()
 
 # %%

@@ -62,10 +62,9 @@ assert moved == {"naive": 3, "safe": 4, "online": 3, "tiled": 2}
 # recurrence. ``tiled`` moves 2 N, which is the least possible: each score is
 # read, each weight is written.
 #
-# What moving costs on a GPU
-# --------------------------
-# If moving numbers were all, the time of a method would follow from the time of a copy,
-# which moves 2 N. Both were measured in one run, for arrays of 16384 x 4096 float32:
+# What moving costs on a GPU -------------------------- If moving numbers were all that
+# mattered, the time of a method would follow from the time of a copy, which moves 2 N.
+# Both were measured in one run, for arrays of 16384 x 4096 float32:
 
 report = measured.newest("softmax")
 case = "16384 x 4096 float32"
@@ -109,9 +108,9 @@ assert max(read["online"], read["safe"]) < 1.1 < read["naive"] < 2
 
 # %%
 # Memory moves about 2 N, whether the kernel asks for 2 N or for 4 N: the later sweeps
-# find their row in a cache. Only ``naive`` misses it often, with one sweep less. So at
-# this length the sweeps cost instructions and waiting, not bytes. Where rows are too
-# long for a cache, they cost bytes, too.
+# find their row in a cache. Only ``naive`` often misses it, although it makes one sweep
+# less. So at this length the sweeps cost instructions and waiting, not bytes. Where
+# rows are too long for a cache, they cost bytes as well.
 #
 # What it costs on a CPU
 # ----------------------

@@ -13,8 +13,8 @@ corrected when that changes (Milakov and Gimelshein, 2018).
 #
 # .. math:: m_j = \max_{i \le j} x_i, \qquad d_j = \sum_{i \le j} e^{x_i - m_j}.
 #
-# The maximum is easy: :math:`m_j = \max(m_{j-1}, x_j)`. In the sum, take the last term
-# out, and give the others their old maximum:
+# The maximum is easy: :math:`m_j = \max(m_{j-1}, x_j)`. In the sum, split off the last
+# term, and rewrite the others with the old maximum:
 #
 # .. math:: d_j = \sum_{i < j} e^{x_i - m_{j-1}} \, e^{m_{j-1} - m_j} + e^{x_j - m_j}.
 #
@@ -22,7 +22,7 @@ corrected when that changes (Milakov and Gimelshein, 2018).
 #
 # .. math:: d_j = d_{j-1} \, e^{m_{j-1} - m_j} + e^{x_j - m_j}.
 #
-# It begins with :math:`m_0 = -\infty` and :math:`d_0 = 0`. Every exponent is at most 0,
+# It starts with :math:`m_0 = -\infty` and :math:`d_0 = 0`. Every exponent is at most 0,
 # and one term of the sum is 1, so :math:`1 \le d_j \le j`: the recurrence is as safe as
 # the sweep that it saves.
 import _measured as measured

@@ -29,10 +29,10 @@ for n in (1024, 4096, 16384, 65536):
 # Five steps
 # ----------
 # 1. *Anchor*: a tile of Q is loaded and stays.
-# 2. *Stream*: tiles of K and V come by. One tile of S exists.
+# 2. *Stream*: tiles of K and V pass through. Only one tile of S exists at a time.
 # 3. *Rescale*: the maximum of each row may rise; sum and output are corrected.
-# 4. *Fuse*: the exponentials go into the product with V at once, and are forgotten.
-# 5. *Write*: the output is divided by its sum and written, once, with lse.
+# 4. *Fuse*: the exponentials go straight into the product with V, and are dropped.
+# 5. *Write*: the output is divided by its sum and written once, along with lse.
 #
 # The function counts the numbers that it requests from memory.
 
@@ -70,14 +70,14 @@ N, D = 4096, 64
 q, k, v, _ = measured.teaching_case(N, D)
 out, lse, moved = tiled(q, k, v)
 own_out, recomputed_lse = cupyflash.attention(q, k, v, method="tiled", return_lse=True)
-print(f"{(N // 64) ** 2} tiles of 64 x 64; at a time {64 * 64 * 4 // 1024} KiB of S")
+print(f"{(N // 64) ** 2} tiles of 64 x 64; at any time {64 * 64 * 4 // 1024} KiB of S")
 print(f"out differs by {np.abs(out - own_out).max():.0e} from cupyflash's,", end=" ")
 print(f"lse by {np.abs(lse - recomputed_lse).max():.0e}")
 assert np.allclose(out, own_out, atol=1e-6)
 assert np.allclose(lse, recomputed_lse, atol=1e-5)
 
 # %%
-# The division comes last, once a row: between the tiles o is kept without its
+# The division comes last, once per row: between the tiles o is kept without its
 # denominator. lse, the logarithm of the denominator, is all that a gradient needs to
 # compute P again, and what joins results over parts of the keys.
 #
@@ -88,7 +88,7 @@ assert np.allclose(lse, recomputed_lse, atol=1e-5)
 #
 # Counting the traffic
 # --------------------
-# Each tile of queries reads all keys and values: the larger the tile, the less often.
+# Each tile of queries reads all keys and values, so larger tiles read them less often.
 # With S and P in memory, S is written once and read three times by safe softmax, P is
 # written and read, and the two products and the scale do the rest; the table in
 # ``cuda_src/attention/README.md`` has 8 N^2 in all.
@@ -108,8 +108,8 @@ for block in (1, 16, 64, 128):
 # ----------------------
 # The first FlashAttention had keys outside and queries inside. Then o, m and the sum of
 # every query go back to memory for each tile of keys. With queries outside
-# (FlashAttention-2) they stay on the chip, and tiles of queries need nothing of each
-# other, so all of them can run at once.
+# (FlashAttention-2) they stay on the chip, and tiles of queries need nothing from
+# each other, so all of them can run at once.
 
 tiles = N // 64
 keys_outside = 2 * N * D + tiles * (N * D + 2 * N * D + 4 * N)
@@ -184,7 +184,7 @@ print(f"one matrix of scores is {4 * n**2 / 1e6:.1f} MB")
 
 # %%
 # The inputs fit in a cache of this card, and with ``online`` and ``tiled`` little else
-# exists. ``naive`` and ``safe`` bring S and P from memory and back, several times.
+# exists. ``naive`` and ``safe`` move S and P to memory and back several times.
 #
 # So the claim about memory holds, and is even too modest: the ratio grows with N. The
 # claim about speed depends on the machine and on what you compare with. On this card it

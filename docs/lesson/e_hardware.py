@@ -3,7 +3,7 @@
 ========================
 
 The algorithm of the last page is done. What is left between it and the fastest kernels
-is the machine: who multiplies, who fetches, and who waits.
+is the machine: who multiplies, who fetches and who waits.
 """
 
 # %%
@@ -11,7 +11,7 @@ is the machine: who multiplies, who fetches, and who waits.
 # ---------------------------
 # ``online`` and ``tiled`` do the same arithmetic in the same memory. ``tiled`` asks for
 # it as products of matrices, and machines are built for those. On a CPU, BLAS takes
-# numbers by vectors and keeps them in registers:
+# numbers as vectors and keeps them in registers:
 import _measured as measured
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,9 +29,9 @@ gain = rows["online"]["seconds"] / rows["tiled"]["seconds"]
 print(f"tiles and their products: {gain:.0f} times faster than key by key")
 
 # %%
-# On a GPU the step is larger still, since there are units for nothing else. A *tensor
-# core* multiplies small matrices of 16-bit numbers and adds in float32. A kernel that
-# does not feed them leaves most of the card idle.
+# On a GPU the step is larger still, because it has units that do nothing else. A
+# *tensor core* multiplies small matrices of 16-bit numbers and adds in float32. A
+# kernel that does not feed them leaves most of the card idle.
 #
 # The four methods on a card that has them
 # ----------------------------------------
@@ -113,21 +113,21 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 #
 # *Asynchronous copies.* A thread that loads a number holds it in a register and waits
 # for it. Since Ampere a copy can go from memory to shared memory on its own, and since
-# Hopper one thread can ask a unit of its own (TMA) for a whole tile. Then there are two
-# or more tiles of K and V in shared memory: one is computed with while the next one
-# arrives. In the five steps, *stream* no longer takes time of its own.
+# Hopper one thread can ask a separate unit (TMA) for a whole tile. Shared memory then
+# holds two or more tiles of K and V: one is in use while the next one arrives. In the
+# five steps, *stream* no longer takes time of its own.
 #
 # *Overlap of product and softmax.* Exponentials are computed by other units than
 # products, and at a far lower rate. Two groups of warps take turns: while one computes
 # its softmax, the other one's products keep the tensor cores busy. *Rescale* and *fuse*
 # then hide behind each other.
 #
-# *Fewer rescalings.* A correction is needed only when the maximum rises by a lot, since
-# any number near it serves as well. Most tiles then skip step 3.
+# *Fewer rescalings.* A correction is only needed when the maximum rises by a lot, since
+# any number near it does just as well. Most tiles then skip step 3.
 #
 # The same in Triton
 # ------------------
-# Most such kernels are written today in Triton, where a program handles blocks of
+# Today, most such kernels are written in Triton, where a program handles blocks of
 # numbers, and a compiler gives them to threads. `benchmarks/triton_kernels.py
 # <https://github.com/cupyflash/cupyflash/tree/main/benchmarks/triton_kernels.py>`__ has
 # the online softmax of a row and this page's attention in a hundred lines, and
@@ -140,8 +140,8 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # *What it hides* is this page. ``tl.dot`` becomes instructions of tensor cores, loads
 # become asynchronous copies some blocks ahead (``num_stages``), and who holds which
 # number is the compiler's choice. What a program cannot say, it cannot ask for: the
-# roles of warps, whose turn it is, which blocks share a row and how they meet. A kernel
-# in CUDA says all of that, and is many times as long.
+# roles of warps, whose turn it is, which blocks share a row and how they meet. A CUDA
+# kernel says all of that, and is many times as long.
 #
 # How far these ideas carry has to be measured. The `design notes
 # <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ say what was tried

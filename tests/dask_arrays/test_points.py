@@ -106,7 +106,7 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
             ValueError,
             "same number of dimensions",
         ),
-        (lambda: cd.points.logsumexp(x, x, kernel="energy"), ValueError, "below 0"),
+        (lambda: cd.points.logsumexp(x, x, kernel="energy"), ValueError, "negative"),
         (lambda: cd.points.kernel_sum(x, x, x[:3]), ValueError, "b must have shape"),
         (lambda: cd.points.logsumexp(x, x, split_every=1), ValueError, "2 or more"),
         (lambda: cd.points.logsumexp(x[x[:, 0] > 0], x), ValueError, "unknown length"),

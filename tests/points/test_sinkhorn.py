@@ -250,7 +250,7 @@ def test_many_pairs_are_looked_at_each_iteration(most, monkeypatch):
         ({"epsilon": 0}, "epsilon must be above 0"),
         ({"epsilon": 1, "reach": -1}, "reach must be above 0"),
         ({"epsilon": 1, "a": np.ones(3)}, r"a must have shape \(\.\.\., 4\)"),
-        ({"epsilon": 1, "b": -np.ones(5)}, "b must hold finite weights from 0 on"),
+        ({"epsilon": 1, "b": -np.ones(5)}, "b must hold finite weights >= 0"),
         ({"epsilon": 1, "a": np.ones(4)}, "a and b must have the same sum"),
         ({"epsilon": 1, "a": np.zeros(4)}, "a must hold a weight above 0"),
         (

@@ -62,9 +62,11 @@ assert moved == {"naive": 3, "safe": 4, "online": 3, "tiled": 2}
 # recurrence. ``tiled`` moves 2 N, which is the least possible: each score is
 # read, each weight is written.
 #
-# What moving costs on a GPU -------------------------- If moving numbers were all that
-# mattered, the time of a method would follow from the time of a copy, which moves 2 N.
-# Both were measured in one run, for arrays of 16384 x 4096 float32:
+# What moving costs on a GPU
+# --------------------------
+# If moving numbers were all that mattered, the time of a method would follow from the
+# time of a copy, which moves 2 N. Both were measured in one run, for arrays of 16384 x
+# 4096 float32:
 
 report = measured.newest("softmax")
 case = "16384 x 4096 float32"

@@ -91,11 +91,16 @@ def run(problem, operands, row_sums=None):
         problem = replace(problem, forward=forward)
         operands = operands._replace(forward=inputs)
     dtype = arrays.to_dtype(forward.dtype)
-    # Not all keys may be seen.
+    # Boxes store all, if they see all keys; else there are keys that get nothing.
+    every = 0, forward.seqlen_k
+    is_stored = in_boxes(problem, row_sums) and every == entries.visible_keys(
+        forward, forward.query_offset, 0, forward.seqlen_q
+    )
+    new = np.empty if is_stored else np.zeros
     grads = AttentionGrads(
         dq=np.empty(problem.q_shape, dtype),
-        dk=np.zeros(problem.k_shape, dtype),
-        dv=np.zeros(problem.v_shape, dtype),
+        dk=new(problem.k_shape, dtype),
+        dv=new(problem.v_shape, dtype),
     )
     if problem.need_dbias:
         dbias = np.zeros(problem.bias_shape, arrays.to_dtype(forward.bias))

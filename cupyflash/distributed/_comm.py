@@ -23,7 +23,7 @@ class Comm(abc.ABC):
     Attributes
     ----------
     rank, size : int
-        The number of this process, from 0, and how many there are.
+        The number of this process, counted from 0, and how many there are.
     local_rank : int
         The number of this process on its machine, which is also that of its GPU.
     timeout : float
@@ -49,21 +49,21 @@ class Comm(abc.ABC):
         received: Sequence[Array],
         source: int | None,
     ) -> Callable[[], None]:
-        """Post the arrays `sent` to a rank and the filling of others by another rank.
+        """Start sending arrays to one rank and receiving others from another.
 
         Parameters
         ----------
         sent, received : sequence of ndarray
-            Contiguous arrays, kept and not written (nor `received` read) by the caller
-            before the wait.
+            Contiguous arrays; before the wait, the caller keeps them alive, does not
+            write to them, and does not read `received`.
         target, source : int or None
             The ranks; None where there is nothing to send, or to receive.
 
         Returns
         -------
         callable
-            Waits until `received` may be read and `sent` be written; on a GPU by work
-            that is put on the current stream from then on.
+            Waits until `received` may be read and `sent` may be written; on a GPU, by
+            work that is put on the current stream from then on.
         """
 
     @abc.abstractmethod
@@ -71,7 +71,7 @@ class Comm(abc.ABC):
         """The messages of all ranks, in their order."""
 
     def finish(self) -> None:  # noqa: B027
-        """Return when all that was posted has arrived, or raise."""
+        """Return once everything in flight has arrived, or raise."""
 
     def for_arrays(self, like: Array) -> "Comm":
         """The transport for arrays of the kind, and on the device, of `like`."""
@@ -88,11 +88,11 @@ class Comm(abc.ABC):
         """Raise if another rank is known to have ended; does not wait."""
 
     def abort(self, reason: str) -> None:
-        """Tell the others why this rank ends; nothing can be sent afterwards."""
+        """Tell the others why this rank is ending; nothing can be sent afterwards."""
         self.close()
 
     def close(self) -> None:
-        """Give back connections; every rank does so after its last call."""
+        """Close the connections; every rank does so after its last call."""
         self._close_gpus()
 
     def _close_gpus(self):

@@ -31,13 +31,13 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
     Returns
     -------
     Comm
-        Pass it to the functions of this package. CuPy arrays travel by NCCL, which
-        starts with the first call on one.
+        Pass it to the functions of this package. CuPy arrays travel over NCCL,
+        which starts with the first call on one.
 
     Raises
     ------
     TypeError
-        If `mpi` is not a communicator of mpi4py.
+        If `mpi` is not an mpi4py communicator.
     ValueError
         If `timeout` or an environment variable is not a valid number.
     ImportError
@@ -47,11 +47,11 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
 
     Notes
     -----
-    torchrun, and whoever sets the same variables, gives RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT: the ranks join by TCP at that address, one port above
-    MASTER_PORT where torchrun itself listens there. CUPYFLASH_PORT names another one.
-    Under mpirun and srun MPI joins them if mpi4py is installed, else TCP at
-    MASTER_ADDR, by default this machine.
+    torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and you
+    can set them yourself. The ranks then join over TCP at that address, one port above
+    MASTER_PORT if torchrun itself listens there; CUPYFLASH_PORT names another port.
+    Under mpirun and srun they join over MPI if mpi4py is installed, otherwise over TCP
+    at MASTER_ADDR, by default this machine.
 
     The sockets are neither encrypted nor authenticated, and carry no Python objects.
 

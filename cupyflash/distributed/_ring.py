@@ -118,9 +118,9 @@ def attention(
     zigzag: bool | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
-    """Attention of a sequence of which each rank has a part.
+    """Attention over a sequence that is split over several ranks.
 
-    Every rank calls it, with its part of `q`, `k` and `v` and equal options.
+    Every rank calls it with its part of `q`, `k` and `v`, and with the same options.
 
     Parameters
     ----------
@@ -128,14 +128,14 @@ def attention(
         This rank's part of the queries, keys and values, as `shard` returns it;
         otherwise as in `cupyflash.attention`. NumPy, or CuPy with one GPU per rank.
     comm : Comm, optional
-        The ranks, from `connect`; by default one connection of the process.
+        The ranks, from `connect`; by default a connection that the process shares.
     bias, mask : array_like, optional
         As in `cupyflash.attention`, for the queries of this rank and all keys, in the
         order of the whole sequence.
     scale, causal, window, softcap, sinks, alibi_slopes, layout, precision, method
         As in `cupyflash.attention`.
     query_offset, query_lengths, key_lengths : int or array_like of int, optional
-        As in `cupyflash.attention`, of the whole sequence; equal on all ranks.
+        As in `cupyflash.attention`, for the whole sequence; the same on all ranks.
     return_lse : bool, default False
         Also return the logarithm of the softmax denominator.
     zigzag : bool, optional
@@ -240,7 +240,7 @@ def attention_vjp(
     zigzag: bool | None = None,
     **unknown: Never,
 ) -> AttentionGrads:
-    """Gradients of `attention` of a sequence of which each rank has a part.
+    """Gradients of `attention` over a sequence that is split over several ranks.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def attention_vjp(
     q, k, v, out, lse : array_like
         This rank's parts of the inputs and results of `attention`.
     comm : Comm, optional
-        The ranks, from `connect`; by default one connection of the process.
+        The ranks, from `connect`; by default a connection that the process shares.
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
 query_lengths, key_lengths, layout, precision, zigzag
         As in the call of `attention`.

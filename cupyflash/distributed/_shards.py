@@ -107,7 +107,7 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
 
 
 def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Array:
-    """Put the parts of all ranks together again, on every rank.
+    """Put the parts of all ranks back together, on every rank.
 
     Parameters
     ----------

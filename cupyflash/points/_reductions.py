@@ -61,9 +61,9 @@ def logsumexp(
     points too far apart to matter are skipped. Points whose squared distance in
     bandwidths overflows are infinitely far apart.
 
-    "tf32" matters to the gaussian kernel of float32 points in 9 dimensions or more, on
-    a GPU; other calls ignore it. Coordinates are rounded as measured from c, midway
-    between the means of the two clouds. This changes the logarithm of a kernel by at
+    "tf32" affects the gaussian kernel of float32 points in 9 dimensions or more, on
+    a GPU; other calls ignore it. Coordinates are measured from c, midway between the
+    means of the two clouds, and rounded. This changes the logarithm of a kernel by at
     most ``e * d + e**2 / 2`` with ``e = 2**-11 * (|x_i - c| + |y_j - c|)``, where d is
     the distance of the two points and all lengths are in bandwidths. Rows of x more
     than 18 bandwidths from c are computed as in float32.
@@ -116,7 +116,7 @@ def kernel_sum(
     Raises
     ------
     ValueError, TypeError
-        As `logsumexp`.
+        As in `logsumexp`.
 
     Examples
     --------
@@ -217,7 +217,7 @@ def mean(
     Raises
     ------
     ValueError, TypeError
-        As `logsumexp`.
+        As in `logsumexp`.
 
     References
     ----------
@@ -314,8 +314,8 @@ def kernel_sum_vjp(
     Returns
     -------
     PointsGrads
-        Named tuple of dx, dy, dvalues (by `b`), dlog_weights (None) and dbandwidth,
-        each with the shape of its array.
+        Named tuple of dx, dy, dvalues (with respect to `b`), dlog_weights (None) and
+        dbandwidth, each with the shape of its array.
 
     Notes
     -----
@@ -356,8 +356,8 @@ def mean_vjp(
     Returns
     -------
     PointsGrads
-        Named tuple of dx, dy, dvalues (by `v`), dlog_weights and dbandwidth, each of
-        the shape of its array.
+        Named tuple of dx, dy, dvalues (with respect to `v`), dlog_weights and
+        dbandwidth, each with the shape of its array.
 
     Notes
     -----

@@ -46,7 +46,7 @@ class Plan:
     shape : tuple of int
         (..., N, M)
     T : Plan
-        The other way round.
+        The transposed plan.
     """
 
     def __init__(self, xp, rows, columns, epsilon, precision="float32"):
@@ -147,7 +147,7 @@ class Transport:
         return self.plan.means(self.plan._columns.points)
 
     def gradient(self) -> tuple[Any, Any]:
-        """Gradients of the value by x and y, once the potentials have converged."""
+        """Gradients of the value in x and y, once the potentials have converged."""
         found = []
         for plan in (self.plan, self.plan.T):
             target, lse = plan._means(plan._columns.points)
@@ -376,7 +376,7 @@ def sinkhorn_divergence(
     Raises
     ------
     ValueError, TypeError
-        As `sinkhorn`.
+        As in `sinkhorn`.
 
     References
     ----------

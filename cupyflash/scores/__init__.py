@@ -1,8 +1,8 @@
-"""Score and mask functions for `attention`, to use as they are or as a start.
+"""Score and mask functions for `attention`, to use as they are or as a starting point.
 
 Each one is a plain function, or returns one, to pass to `attention` as ``score=`` or
-``mask=``. Functions that take numbers close over them, and another number does not
-compile anything anew. Arrays go into ``score_arrays=`` or ``mask_arrays=`` under the
+``mask=``. Functions that take numbers close over them, and a different number does not
+recompile anything. Arrays go into ``score_arrays=`` or ``mask_arrays=`` under the
 names after ``*``. Positions count along the keys: `query_offset` has been added to i.
 """
 

@@ -22,7 +22,7 @@ def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
 
 
 def prefix_lm(b: Any, i: Any, j: Any, *, prefix: Any) -> Any:
-    """Mask of the keys of a prefix, which all queries see, and of those before.
+    """Mask of a prefix, which all queries see, and of the keys up to the query.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
 
 
 def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
-    """Mask of each `dilation`-th key before a query, `count` of them, and its own.
+    """Mask of every `dilation`-th key before a query, `count` of them, and its own.
 
     As described in [1]_.
 

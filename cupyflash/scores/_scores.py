@@ -59,9 +59,9 @@ def t5_bias(
 
     As described in [1]_.
 
-    Near keys have a bucket each. Farther keys share buckets that grow with the
-    distance, and all from `max_distance` on share one. The function takes ``table``, of
-    shape (num_buckets, num_heads), in ``score_arrays=``.
+    Nearby keys each have their own bucket. Farther keys share buckets that grow with
+    the distance, and all keys from `max_distance` on share one. The function takes
+    ``table``, of shape (num_buckets, num_heads), in ``score_arrays=``.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def t5_bias(
     max_distance : int, default 128
         Keys at this distance or farther share one bucket.
     bidirectional : bool, default True
-        False where queries see no keys after them.
+        False if queries see no later keys.
 
     References
     ----------

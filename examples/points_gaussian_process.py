@@ -43,7 +43,7 @@ centre = target.mean()
 
 
 def solve(x, target):
-    """Weights of the kernels around all x, and the number of products."""
+    """Weights of the kernels round all x, and the number of products."""
     if xp is np:
         from scipy.sparse.linalg import cg
     else:
@@ -105,7 +105,7 @@ fig, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
 for axis, shown, title in zip(
     axes,
     (holes, filled.reshape(image.shape), image),
-    ("known", "filled in", "original"),
+    ("known", "filled in", "as it was"),
     strict=True,
 ):
     axis.imshow(shown, cmap="gray", vmin=0, vmax=1)

@@ -2,8 +2,8 @@
 Do two samples differ? A permutation test
 =========================================
 
-The energy distance between two samples is 0 if their distributions are the same.
-Shuffling the labels shows how large it gets by chance. Each permutation is a column of
+The energy distance between two samples is 0 if their distributions are the same. How
+large it gets by chance is found by exchanging labels. Each permutation is a column of
 weights, so the distances of all pairs are computed once for 64 permutations, and never
 stored.
 

@@ -2,7 +2,7 @@
 Transport between two clouds, balanced and not
 ==============================================
 
-The colours of one photograph are moved to those of another at the lowest cost, by
+The colours of one photograph are moved to those of another at least cost, by
 :func:`cupyflash.points.sinkhorn`. The plan has an entry for each pair of colours, but
 it is never stored. Each update is one log-sum over the other cloud, and the plan is
 only ever applied to values.
@@ -45,7 +45,7 @@ print(
 # -----------------
 # To the same error of the marginals, on NumPy. POT's default multiplies by a matrix of
 # exponentials, whose entries vanish where epsilon is small. While the matrix has no
-# more than 512 MiB the function here keeps one too, and needs fewer iterations: on two
+# more than 512 MiB the function here keeps one, too, and needs fewer iterations: on two
 # cores 400 colours took 0.05 s with POT and 0.04 s here, and 1,500 colours 0.7 s with
 # POT and 0.2 s here. POT's solver in the log domain takes longer. Neither can take
 # 50,000 colours, as their matrices would have 20 GB.

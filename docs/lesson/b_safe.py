@@ -76,6 +76,10 @@ print(measured.source(report))
 for method, time in expected.items():
     print(f"{method:6}  by its traffic {time:4.0f} us, measured {took[method]:4.0f} us")
 
+# What the text below says of this card.
+assert took["safe"] < expected["safe"] and took["safe"] < took["naive"]
+assert all(took[method] > expected[method] for method in ("naive", "online"))
+
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
 at = np.arange(len(moved))
 ax.bar(at - 0.2, expected.values(), 0.4, label="by its traffic")
@@ -89,8 +93,8 @@ ax.legend()
 # ``tiled`` comes close to what its traffic allows. ``safe`` is faster than its 4 N, so
 # not all of its sweeps can have gone to memory: a row of 4096 scores fits in a cache.
 # ``naive`` and ``online`` are slower than their 3 N: something other than traffic
-# holds them up. On this card online softmax takes longer than safe softmax, although it
-# asks for less. Counting sweeps alone would have said the opposite.
+# holds them up. On this card ``naive`` takes longer than ``safe``, although it asks for
+# less. Counting sweeps alone would have said the opposite.
 #
 # The GPU can tell us, because it counts the bytes that its memory moves. A profiler
 # read those counters while each method ran once on arrays of the same size.
@@ -105,14 +109,14 @@ for row in dram["rows"]:
         read[row["method"]] = reads
         print(f"{row['method']:6}  reads {reads:.2f} N, writes {writes:.2f} N")
 
-# They ask for their input two and three times, but memory delivers it about once.
-assert max(read["online"], read["safe"]) < 1.1 < read["naive"] < 2
+# They ask for their input two and three times, but memory delivers it less often.
+assert read["online"] < 1.1 and read["safe"] < 1.5 < read["naive"] < 2
 
 # %%
-# Memory moves about 2 N, whether the kernel asks for 2 N or for 4 N: the later sweeps
-# find their row in a cache. Only ``naive`` often misses it, although it makes one sweep
-# less. So at this length the sweeps cost instructions and waiting, not bytes. Where
-# rows are too long for a cache, they cost bytes as well.
+# Memory moves far less than the kernels ask for: ``safe`` asks for 3 N, and the later
+# sweeps mostly find their row in a cache. Only ``naive`` often misses it, although it
+# makes one sweep less. So at this length the sweeps cost instructions and waiting more
+# than bytes. Where rows are too long for a cache, they cost bytes as well.
 #
 # What it costs on a CPU
 # ----------------------

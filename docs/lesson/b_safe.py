@@ -77,7 +77,8 @@ for method, time in expected.items():
     print(f"{method:6}  by its traffic {time:4.0f} us, measured {took[method]:4.0f} us")
 
 # What the text below says of this card.
-assert took["safe"] < expected["safe"] and took["safe"] < took["naive"]
+assert took["safe"] < expected["safe"]
+assert took["safe"] < took["naive"]
 assert all(took[method] > expected[method] for method in ("naive", "online"))
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
@@ -110,7 +111,8 @@ for row in dram["rows"]:
         print(f"{row['method']:6}  reads {reads:.2f} N, writes {writes:.2f} N")
 
 # They ask for their input two and three times, but memory delivers it less often.
-assert read["online"] < 1.1 and read["safe"] < 1.5 < read["naive"] < 2
+assert read["online"] < 1.1
+assert read["safe"] < 1.5 < read["naive"] < 2
 
 # %%
 # Memory moves far less than the kernels ask for: ``safe`` asks for 3 N, and the later

@@ -28,11 +28,11 @@ examples:
   python -m cupyflash check --backend numpy
   python -m cupyflash check --exhaustive
 
-Each function, method and dtype is compared with a wider computation on the host. On a
-GPU, each kernel of the tables is compared in calls that choose it. Errors are relative
-to the exact result (for attention and gradients, to its largest entry), or in units in
-the last place (ulp). The first run on a machine takes up to a minute, nearly all of it
-for compiling.
+Each function, method and dtype is compared with a more precise computation on the host.
+On a GPU, each kernel of the tables is compared in calls that choose it. Errors are
+relative to the exact result (for attention and gradients, to its largest entry), or in
+units in the last place (ulp). The first run on a machine takes up to a minute, nearly
+all of it for compiling.
 The exit code is 1 when an error is larger than the documentation allows.
 """
 
@@ -145,7 +145,7 @@ def add_arguments(parser):
         "--backend",
         choices=("numpy", "cupy"),
         action="append",
-        help="check only this one (default: all that this machine has)",
+        help="check only this back end (default: all that this machine has)",
     )
     parser.add_argument(
         "--exhaustive",

@@ -399,7 +399,7 @@ def _ladder(xp, on_gpu):
     print("attention, softmax(q k^T / sqrt(d)) v")
     attention = demo_ladder.attention_rows(xp, on_gpu)
     _print_methods(attention)
-    print("Why naive is not enough: softmax of [x, 0] in float16, which ends at 65504")
+    print("Why naive is not enough: softmax of [x, 0] in float16, at most 65504")
     overflow = demo_ladder.overflow_rows(xp)
     console.table(
         ("x", "naive", "tiled"),

@@ -76,7 +76,7 @@ def _gpu():
         text, is_usable = _device(cupy, device_id)
         usable += is_usable
         yield f"device {device_id}", text
-    yield "CuPy back end", "ready" if usable else "no device that it can use"
+    yield "CuPy back end", "ready" if usable else "no usable device"
 
 
 def _device(cupy, device_id):
@@ -92,7 +92,7 @@ def _device(cupy, device_id):
         f"{console.size(facts['totalGlobalMem'])}"
     )
     if cc < MIN_CC:
-        return f"{text}; too old, sm_{MIN_CC[0]}{MIN_CC[1]} is the oldest", False
+        return f"{text}; too old, needs sm_{MIN_CC[0]}{MIN_CC[1]} or newer", False
     return text, True
 
 

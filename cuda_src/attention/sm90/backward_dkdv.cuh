@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/sm90/backward.cuh"
+#include "attention/sm90/score_function.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
@@ -83,6 +84,37 @@ struct tile_info_t {
     return first >= whole_first && (kBounds < 2 || first <= whole_last);
   }
 };
+
+// A bit for each score of a thread that a mask function hides, or positions: the first
+// query at position `i`, the first key `j`; hidden are queries before column `first`
+// and after `last`, for a row 8 further on those columns plus 8, and rows from
+// `num_keys` on. A loop rather than 32 copies of the function.
+__device__ __forceinline__ unsigned hidden_scores(const score_function_t& function,
+                                                  int b, int h, int i, int j, int first,
+                                                  int last, int num_keys) {
+  const function_head_t head = function.of_head<false, true>(b, h);
+  const function_key_t keys[2] = {function.of_key<false, true>(head, j),
+                                  function.of_key<false, true>(head, j + 8)};
+  unsigned hidden = 0;
+#pragma unroll 2
+  for (int n = 0; n < kScores / 4; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = n * 8 + odd;
+      const function_query_t query = function.of_query<false, true>(head, i + column);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int apart = i + column - j - r * 8, place = column - r * 8;
+        const bool shows = function.shows(
+            head, query, keys[r],
+            function.of_diagonal<false, true>(head, apart, static_cast<float>(apart)));
+        const bool in_bounds = place >= first && place <= last && r * 8 < num_keys;
+        if (!shows || !in_bounds) hidden |= 1u << (n * 4 + r * 2 + odd);
+      }
+    }
+  }
+  return hidden;
+}
 
 // State of a consumer warpgroup: its sums, the scores of one block of queries, and
 // tiles as operands of wgmma. Number e of a thread's scores is in column e / 4 * 8 +
@@ -168,6 +200,14 @@ struct mma_t {
       bool hides = column < first[row];
       if (kBounds == 2) hides |= column > last + row * 8;
       if (hides) s[e] = hidden;
+    }
+  }
+
+  // The same for the scores whose bit is set.
+  __device__ __forceinline__ void hide(unsigned bits, float hidden) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      if (bits >> e & 1) s[e] = hidden;
     }
   }
 

@@ -21,8 +21,10 @@
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of the sums of dq varies from run to run
 // Options    alibi alone: its slope arrives with each block of queries, since summed
-//            entries have different heads
+//            entries have different heads. Or a mask function alone: a work tile walks
+//            over lists of the blocks of queries that see some of its keys
 // Limits     as backward.cu
+#include "attention/score/tile_lists.cuh"
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/bulk.cuh"
@@ -40,8 +42,9 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 // q is read for S and at the end of a step for dk; dO in the first half of a step only.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
 constexpr int kBytesPart = kPart * 4;
+constexpr bool kHasOptions = kHasAlibi || kHasMaskFunction;
 // How many of the pairs of lse and delta of a thread are prefetched.
-constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kHasAlibi ? 3 : 4;
+constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kHasOptions ? 3 : 4;
 
 // --- shared memory
 
@@ -57,7 +60,8 @@ struct alignas(16) published_t : tile_info_t {
 constexpr int kPublished = 8;
 // For a block of queries: its first query, its index among the blocks of sums_q, and
 // whether it is the last of all.
-constexpr int kOrigins = 8, kToAlibi = kOrigins * sizeof(int4);
+constexpr int kOrigins = 8, kToOptions = kOrigins * sizeof(int4);
+static_assert(kBounds > 0 || !kHasMaskFunction, "work tiles of different lengths");
 // The next work tile is taken this many blocks of queries before the end of the current
 // one. Earlier, blocks hoard long tiles while others run dry; later, loads are late.
 constexpr int kAhead = 6;
@@ -65,6 +69,11 @@ constexpr int kAhead = 6;
 // Where the queries of an entry lie: first block of sums or of stats, head, batch.
 struct alignas(16) source_t {
   int4 q, dout;
+};
+// With a mask function: its list of blocks, batch entry and head.
+struct alignas(16) listed_t {
+  const unsigned* list;
+  int b, h;
 };
 // For the producer: position of the keys of a work tile (row, head, batch); the blocks
 // of queries that see them; and the first and last of these over all summed entries.
@@ -85,12 +94,14 @@ struct shared_t {
   barriers_t barriers;
   published_t published[kPublished];
   // With alibi, kOrigins further on: two floats, the slope, and how far the first query
-  // is behind the first key of the work tile.
-  int4 origins[kHasAlibi ? 2 * kOrigins : kOrigins];
+  // is behind the first key of the work tile. With a mask function: its word in the
+  // list, batch entry, head, and the position of the first query among the keys.
+  int4 origins[kHasOptions ? 2 * kOrigins : kOrigins];
   source_t sources[kMaxSummed];
   places_t places;
   int next_tile;                             // kept here for lack of registers
   float slopes[kHasAlibi ? kMaxSummed : 1];  // of each source, times log2 e
+  listed_t listed[kHasMaskFunction ? kMaxSummed : 1];
 };
 
 // Shared memory addresses.
@@ -158,6 +169,7 @@ struct arguments_t {
   elem_t *dk, *dv;
   found_t* found;
   counter_t* counter;
+  tile_lists_t tile_lists;
   score_arguments_t score;
   const grads_t& grads;
 };
@@ -285,8 +297,10 @@ struct producer_t {
   }
 
   // Finds where the keys of a work tile, and the queries of its summed entries, lie;
-  // the first query that may see a key is in row `row`.
-  __device__ __forceinline__ void locate_entries(unsigned entry, int row) const {
+  // the first query that may see a key is in row `row`. Returns the length of all lists
+  // of a mask function.
+  __device__ __forceinline__ int locate_entries(unsigned entry, int row) const {
+    int num_in_lists = 0;
     const inputs_t& inputs_now = ptx::reload(args.inputs);
     const params_t& params_now = ptx::reload(args.score.params);
     const grads_t& grads_now = ptx::reload(args.grads);
@@ -327,11 +341,21 @@ struct producer_t {
         }
         shared.slopes[n] = to<float>(args.score.alibi_slopes[offset]) * float(kLog2e);
       }
+      if constexpr (kHasMaskFunction) {
+        const tile_lists_t& lists = args.tile_lists;
+        const int b = of_all / unsigned(params_now.num_heads);
+        const index_t number =
+            index_t(b) * lists.batch_lists + head * lists.head_lists + row / kBlockN;
+        const unsigned* const list = lists.words + number * lists.stride;
+        shared.listed[n] = {list, b, head};
+        num_in_lists += num_listed(list);
+      }
       if (n > 0) continue;
       const unsigned keys = ptx::shared_address(&shared.places);
       store_place(keys, place(row, kv_head, params_now.k));
       store_place(keys + 16, place(row, kv_head, params_now.v));
     }
+    return num_in_lists;
   }
 
   // Publishes the next work tile.
@@ -349,7 +373,8 @@ struct producer_t {
     const int row = tile.tile * kBlockN;
     info.dk = offset_of(grads_now.kept, tile.kept, 1);
     info.dv = offset_of(grads_now.kept, tile.kept, 2);
-    locate_entries(offset_of(grads_now.kept, tile.kept, 0), row);
+    const int num_in_lists =
+        locate_entries(offset_of(grads_now.kept, tile.kept, 0), row);
     info.tile = tile.tile;
     info.factor = factor_of(args.found);
     info.num_keys = static_cast<int>(args.score.params.seqlen_k) - row;
@@ -379,15 +404,18 @@ struct producer_t {
       info.skips = block_first + 1 < block_last &&
                    kBlockN / 2 - block_first * kBlockM - (kBlockM - 1) >= high;
     }
-    const int all = (block_last - block_first) * inputs_now.num_summed;
+    const int all = kHasMaskFunction
+                        ? num_in_lists
+                        : (block_last - block_first) * inputs_now.num_summed;
     const int begin = is_second ? inputs_now.first_part : 0,
               end = info.slot < 0 || is_second ? all : inputs_now.first_part;
     info.count = end - begin;
     shared.places.blocks = {block_first, block_last, begin, end};
   }
 
-  // Loads a block of queries as soon as its stages are free.
-  __device__ __forceinline__ void load_queries(int summed, int block, int is_last) {
+  // Loads a block of queries as soon as its stages are free; `word` is in a list.
+  __device__ __forceinline__ void load_queries(int summed, int block, int is_last,
+                                               int word) {
     const unsigned source = ptx::shared_address(shared.sources + summed);
     int4 from = ptx::load_shared_s32x4(source);
     const unsigned origin =
@@ -399,8 +427,15 @@ struct producer_t {
     if constexpr (kHasAlibi) {
       const index_t row = shared.places.k.x, i = block * kBlockM;
       const auto distance = static_cast<float>(args.score.query_offset + i - row);
-      ptx::store_shared_s32x2(origin + kToAlibi, __float_as_int(shared.slopes[summed]),
+      ptx::store_shared_s32x2(origin + kToOptions,
+                              __float_as_int(shared.slopes[summed]),
                               __float_as_int(distance));
+    }
+    if constexpr (kHasMaskFunction) {
+      const listed_t& of = shared.listed[summed];
+      const index_t i = args.score.query_offset + block * kBlockM;
+      ptx::store_shared_s32x2(origin + kToOptions, word, of.b);
+      ptx::store_shared_s32x2(origin + kToOptions + 8, of.h, static_cast<int>(i));
     }
     const int q_batch[2] = {from.z, from.w};
     load_tile<kBlockM, kChunks>(smem.q + stage * kBytesM, args.inputs.q_map, full,
@@ -427,6 +462,18 @@ struct producer_t {
     load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
   }
 
+  // Block n of a work tile with a mask function, whose lists are walked one after the
+  // other: now that of entry `summed`, which starts at block `first`.
+  __device__ __forceinline__ listed_tile_t next_listed(int n, int& summed,
+                                                       int& first) const {
+    const unsigned* list = shared.listed[summed].list;
+    if (n == first + num_listed(list)) {
+      first = n;
+      list = shared.listed[++summed].list;
+    }
+    return listed_tile(list, n - first);
+  }
+
   __device__ __forceinline__ void produce() {
     const inputs_t& inputs = args.inputs;
     next_tile() = blockIdx.x;
@@ -437,18 +484,24 @@ struct producer_t {
       const int num_blocks = blocks.y - blocks.x;
       int summed = blocks.z / num_blocks;
       int block = blocks.x + blocks.z - summed * num_blocks;
+      [[maybe_unused]] int first = 0, word = 0;
 #pragma unroll 1
       for (int n = blocks.z; n < blocks.w; ++n) {
+        if constexpr (kHasMaskFunction) {
+          const listed_tile_t listed = next_listed(n, summed, first);
+          block = listed.tile();
+          word = listed.word;
+        }
         const bool ends = n + 1 == blocks.w;
         if (n == max(blocks.z, blocks.w - kAhead)) {
           next_tile() = atomicAdd(&args.counter->next, 1) + gridDim.x;
         }
-        load_queries(summed, block, ends && next_tile() >= inputs.num_work_tiles);
+        load_queries(summed, block, ends && next_tile() >= inputs.num_work_tiles, word);
         if (n == blocks.z) {
           load_keys(smem.v, inputs.v_map, smem.v_full, smem.v_empty, shared.places.v);
           load_keys(smem.k, inputs.k_map, smem.k_full, smem.k_empty, shared.places.k);
         }
-        if (++block == blocks.y) {
+        if (!kHasMaskFunction && ++block == blocks.y) {
           block = blocks.x;
           ++summed;
         }
@@ -507,6 +560,10 @@ struct mainloop_t : mma_t {
   ring_t<kStagesQ> q_stage;
   ring_t<kStagesDout> dout_stage;
   unsigned origins, dq_target;
+  // With a mask function: whether this warpgroup's keys are all shown to a block of
+  // queries, and if not, a bit for each hidden score.
+  bool all_shown;
+  unsigned hidden;
   // Prefetched pairs of statistics.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
@@ -565,13 +622,30 @@ struct mainloop_t : mma_t {
     return [this] { return ptx::load_shared_s32(origins + block % kOrigins * 16); };
   }
 
+  // Finds the scores of a block of queries that the mask function hides.
+  __device__ __forceinline__ void find_hidden() {
+    const int4 at =
+        ptx::load_shared_s32x4(origins + block % kOrigins * 16 + kToOptions);
+    const unsigned word = at.x;
+    const listed_tile_t listed = {word};
+    all_shown = listed.is_seen(group) && !listed.is_mixed(group);
+    if (all_shown) return;
+    const int row = group * 64 + warp * 16 + lane / 4, column = lane % 4 * 2;
+    const volatile published_t& tile = info();
+    const int corner = row - origin()() - column;
+    hidden =
+        hidden_scores(args.score.function(), at.y, at.z, at.w + column,
+                      tile.tile * kBlockN + row, corner - tile.high + 1,
+                      kBounds == 2 ? corner - tile.low : kMany, tile.num_keys - row);
+  }
+
   // Half of the queries at a time: P, dS, and their share of dv.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
   template <int kNth> __device__ __forceinline__ void exponentiate_half() {
     const auto lse = [&](int n) { return early_lse[n]; };
     if constexpr (kHasAlibi) {
       const float2 alibi =
-          ptx::load_shared_f32x2(origins + block % kOrigins * 16 + kToAlibi);
+          ptx::load_shared_f32x2(origins + block % kOrigins * 16 + kToOptions);
       // Of the first query and key of this thread.
       const float distance = alibi.y + static_cast<float>(lane % 4 * 2 - lane / 4 -
                                                           group * 64 - warp * 16);
@@ -628,8 +702,9 @@ struct mainloop_t : mma_t {
   template <bool kFirst> __device__ __forceinline__ void step() {
     auto& dq = dp;  // its registers are free
     const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
+    if constexpr (kHasMaskFunction) find_hidden();
     start_s(this_q);
-    const bool whole = info().is_whole(origin());
+    const bool whole = kHasMaskFunction ? all_shown : info().is_whole(origin());
     wait_for_dout();
     start_dp(this_dout);
     prefetch_lse(this_dout);
@@ -638,7 +713,11 @@ struct mainloop_t : mma_t {
     dout_stage.advance();
     ptx::wgmma_wait_group<1>();  // S
     compiler_fence(s);
-    if (!whole) mask(info(), args.inputs.hidden, origin());
+    if constexpr (kHasMaskFunction) {
+      if (!whole) hide(hidden, args.inputs.hidden);
+    } else {
+      if (!whole) mask(info(), args.inputs.hidden, origin());
+    }
     exponentiate_half<0>();
     start_dv_half<0>(this_dout, !kFirst);
     prefetch_delta(this_dout);
@@ -694,7 +773,7 @@ struct mainloop_t : mma_t {
     last = block + count - 1;
     wait_for_q();
     wait(smem.v_full, num_done & 1);
-    if (kBounds > 0 && group > 0 && uniform(info().skips)) {
+    if (kBounds > 0 && !kHasMaskFunction && group > 0 && uniform(info().skips)) {
       skip();
     } else {
       step<true>();
@@ -757,12 +836,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                   elem_t* __restrict__ dk,  // as k, summed over entries
                                   elem_t* __restrict__ dv,  // as v, summed over entries
                                   found_t* __restrict__ found,
-                                  counter_t* __restrict__ counter, SCORE_PARAMETERS,
+                                  counter_t* __restrict__ counter,
+                                  LISTS_PARAMETER SCORE_PARAMETERS,
                                   const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
-  const arguments_t args = {inputs, stats, sums_q, met,     parts,
-                            dk,     dv,    found,  counter, {SCORE_ARGUMENTS},
+  const arguments_t args = {inputs,
+                            stats,
+                            sums_q,
+                            met,
+                            parts,
+                            dk,
+                            dv,
+                            found,
+                            counter,
+                            LISTS_ARGUMENT,
+                            {SCORE_ARGUMENTS},
                             grads};
   const addresses_t smem(tiles, shared.barriers);
   const int group = uniform(threadIdx.x / 128);

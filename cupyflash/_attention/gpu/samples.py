@@ -42,7 +42,7 @@ def made_up(dtype="float16", head_dim=64, batch=(1,), **options):
     )
 
 
-def with_functions(problem):
+def with_functions(problem, has_score=True):
     """The problem with a score and a mask function that read an array each."""
 
     def alibi(s, h, i, j, *, slopes):
@@ -52,11 +52,11 @@ def with_functions(problem):
         return (document[b, j] == document[b, i]) & (i - j <= far)
 
     slopes, document = np.ones(1, np.float32), np.ones((1, 1), np.int32)
-    score = functions.bound(alibi, {"slopes": slopes})
+    score = functions.bound(alibi, {"slopes": slopes}) if has_score else None
     mask = functions.bound(within, {"document": document}, is_mask=True)
     problem = replace(
         problem,
-        score=score.expression.key,
+        score=score and score.expression.key,
         mask_function=mask.expression.key,
     )
     return with_cuda(problem, functions.Functions(score, mask))
@@ -178,6 +178,7 @@ def _bounded():
     for head_dim in (33, 100, 250):  # rows that end inside a vector
         yield made_up("bfloat16", head_dim), 1
     yield made_up("float16", 128, alibi_slopes="float32"), 1
+    yield with_functions(made_up("float16", 128), has_score=False), 1
     for bounds in ({}, {"right": 0}):
         yield replace(made_up("bfloat16", 192, **bounds), head_dim_v=128), 1
         for head_dim in (192, 256):

@@ -8,6 +8,7 @@ from typing import Any
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -44,7 +45,7 @@ BLOCK_N = 128
 TILE_M = 128
 _THREADS = 256
 _FEEDER_THREADS = 128  # more of them, for a producer warpgroup
-_STATIC_BYTES = 6144  # bytes of shared memory other than tiles
+_STATIC_BYTES = 8192  # bytes of shared memory other than tiles
 # The fewest blocks of queries of a part of a tile: two parts cost five more than one.
 _LEAST_PART = 6
 
@@ -88,6 +89,12 @@ _SOURCES = {
 }
 
 
+def _bounds_of(forward):
+    """BOUNDS of the kernels; with a mask function, tiles differ as with a bound."""
+    varies = forward.mask_function is not None
+    return max(sm90_forward.bounds_of(forward), int(varies))
+
+
 @dataclass(frozen=True)
 class HopperVjpKernel:
     """wgmma and TMA, for 16-bit inputs on sm_90a.
@@ -115,7 +122,7 @@ class HopperVjpKernel:
             self.arch,
             largest,
             _MOST_SUMMED,
-            takes_options=self._has_alibi_alone(problem),
+            takes_options=self._has_option_alone(problem),
         )
         if reason is not None:
             return reason
@@ -129,11 +136,14 @@ class HopperVjpKernel:
             )
         return None
 
-    def _has_alibi_alone(self, problem: AttentionVjpProblem) -> bool:
-        """Whether alibi is the only option, and the kernel one that applies it."""
+    def _has_option_alone(self, problem: AttentionVjpProblem) -> bool:
+        """Whether alibi, or a mask function, is alone, and the kernel applies it."""
         forward = problem.forward
-        others = replace(forward, alibi_slopes=None)
-        if problem.deterministic or not is_plain(others):
+        others = (
+            replace(forward, alibi_slopes=None),
+            replace(forward, mask_function=None),
+        )
+        if problem.deterministic or not any(map(is_plain, others)):
             return False
         widest = max(forward.head_dim, forward.head_dim_v)
         return widest <= max(self.tiles) and self.tile(forward).has_producer
@@ -144,7 +154,7 @@ class HopperVjpKernel:
 
     def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
         """The tile measured best for a length."""
-        ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
+        ladder = self.tiles[self.dim(forward)][_bounds_of(forward) > 0]
         tile = kernel.by_threshold(ladder, forward.seqlen_q)
         if dq == ORDERED:
             return HopperVjpTile(tile.block_m)
@@ -167,6 +177,14 @@ class HopperVjpKernel:
     def num_warps(self) -> int:
         """Warps of a block of the main kernel; each owns a part of a block of dq."""
         return _THREADS // 32
+
+    def tile_lists(self, forward: AttentionProblem) -> TileLists:
+        """Lists of the blocks of queries that a mask function shows to each tile.
+
+        Each warpgroup has half of a tile of keys.
+        """
+        block_m = self.tile(forward).block_m
+        return TileLists(BLOCK_N // 2, 2, block_m, transposed=True)
 
     def num_blocks(self, forward: AttentionProblem) -> int:
         """Blocks of queries per entry."""
@@ -203,7 +221,7 @@ class HopperVjpKernel:
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
         if part in ("", _PRODUCER, "_queries"):
-            more["BOUNDS"] = sm90_forward.bounds_of(forward)
+            more["BOUNDS"] = _bounds_of(forward)
         if part == "_queries":
             num_threads += _FEEDER_THREADS
             rows = 2 * TILE_M + 2 * 2 * BLOCK_N
@@ -218,9 +236,12 @@ class HopperVjpKernel:
                 "ORDERED": int(dq == ORDERED),
             }
             smem = self._smem(forward, dq)
+        if part != _PRODUCER:  # the others see no scores, or none with options
+            forward = replace(
+                forward, alibi_slopes=None, mask_function=None, generated=""
+            )
         return launch_config(
-            # The other kernels see no scores, or none with options.
-            forward if part == _PRODUCER else replace(forward, alibi_slopes=None),
+            forward,
             batch_dims,
             num_blocks,
             num_threads,
@@ -283,7 +304,7 @@ class HopperVjpKernel:
         Of equal work tiles with `num_blocks` each, these are the ones left over when
         every multiprocessor has had the same number.
         """
-        if not self.tile(forward, dq).has_producer or sm90_forward.bounds_of(forward):
+        if not self.tile(forward, dq).has_producer or _bounds_of(forward):
             return 0, 0
         left = num_work_tiles % device.num_sms
         # Second halves, this many per multiprocessor, take as long as a first half.
@@ -299,7 +320,7 @@ class HopperVjpKernel:
         Those left over when every multiprocessor has had the same number would occupy
         few of them; only if work tiles have the same length and no order.
         """
-        bounds = sm90_forward.bounds_of(forward)
+        bounds = _bounds_of(forward)
         if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
             return num_work_tiles, 1
         left = num_work_tiles % device.num_sms
@@ -321,12 +342,14 @@ class HopperVjpKernel:
         self, forward: AttentionProblem, batch_dims: int
     ) -> Iterator[LaunchConfig]:
         """Every launch except the fallbacks, for lengths that reach all tiles."""
-        ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
+        ladder = self.tiles[self.dim(forward)][_bounds_of(forward) > 0]
         for bound, _ in ladder:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))
             for part in ("_rows", "", "_dq"):
                 yield self.config(part, longest, batch_dims, 1)
-            if forward.alibi_slopes is not None:
+            if forward.mask_function is not None:
+                yield self.tile_lists(forward).config(forward, batch_dims)
+            if not is_plain(forward):
                 continue
             yield self.config("", longest, batch_dims, 1, ORDERED)
             for part in ("", "_queries"):

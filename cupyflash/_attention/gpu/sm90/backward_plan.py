@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from cupyflash._attention.gpu import gradient_layout, gradient_limits
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.functions import without_functions
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm90 import backward as sm90_backward
@@ -82,17 +83,26 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
 
     def config(part, blocks):
         config = row.config(part, forward, batch_dims, blocks, dq_way)
-        return replace(config, overlaps=part != "_rows")  # the first launch
+        # _rows is the first launch, or follows lists of tiles.
+        return replace(config, overlaps=part != "_rows")
 
-    params = make.params, make.grads(**entries)
+    lists, listed = [], []  # the launch that makes them, and the argument
+    if forward.mask_function is not None:
+        own = row.tile_lists(forward)
+        scratch[own.name] = own.num_bytes(forward)
+        lists.append(own.step(forward, batch_dims, make.params))
+        listed.append(own.argument(forward))
+    grads = make.grads(**entries)
+    plain = without_functions(make.params), grads
     # A block of _rows has a quarter of the queries of a block.
     launches = [
+        *lists,
         (
             config("_rows", num_entries * num_blocks * 4),
             (
                 "out", "dout", "lse", "dlse", "stats", "delta", "sums",
                 (sums + semaphores) // 4, 0 if has_producer else "entries", *slot,
-                "found", *params,
+                "found", *plain,
             ),
         ),
         (
@@ -100,7 +110,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             (
                 inputs, *(() if has_producer else ("entries",)), "stats", "sums",
                 At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
-                "found", Counter(), *OPTIONS_AND_OFFSET, *params,
+                "found", Counter(), *listed, *OPTIONS_AND_OFFSET, make.params, grads,
             ),
         ),
     ]  # fmt: skip
@@ -124,7 +134,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             )[_POINTERS:],
         )
         dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
-        arguments = ("sums", "dq", *dq_steps, cut, "found", *params)
+        arguments = ("sums", "dq", *dq_steps, cut, "found", *plain)
         blocks = 4 * num_cut + 2 * num_slots * num_blocks
         launches.append((config("_dq", blocks), arguments))
     launches += [

@@ -500,7 +500,7 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         If a function reads an array out of its range; on a GPU it gets the nearest
         element.
     NotImplementedError
-        If `method` is another one.
+        If `method` is any other.
 
     See Also
     --------

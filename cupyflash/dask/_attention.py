@@ -130,15 +130,15 @@ def attention(
     Returns
     -------
     out : dask.array.Array
-        Of the chunks of q; nothing has been computed.
+        With the chunks of q; nothing has been computed.
     lse : dask.array.Array
         Only with `return_lse`.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyflash.attention`, at once; lengths in Dask arrays are checked when they
-        are computed. ValueError also for axes of unknown length.
+        As in `cupyflash.attention`, raised at once; lengths in Dask arrays are checked
+        when they are computed. ValueError also for axes of unknown length.
 
     Notes
     -----
@@ -212,7 +212,7 @@ def merge_attention_states(
     split_every: int | None = None,
     **unknown: Never,
 ) -> tuple[da.Array, da.Array]:
-    """Combine attention over parts of the keys, as Dask arrays of any chunks.
+    """Combine attention over parts of the keys, in Dask arrays with any chunks.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ def merge_attention_states(
     Raises
     ------
     TypeError, ValueError, numpy.exceptions.AxisError
-        As `cupyflash.merge_attention_states`, at once.
+        As in `cupyflash.merge_attention_states`, raised at once.
     """
     if unknown:
         foreign_names.refuse("merge_attention_states", unknown)

@@ -36,7 +36,7 @@ def softmax(
     axis : int or tuple of ints, optional
         Axes that one sum runs over. None, the default, is all of them.
     where : dask.array.Array or ndarray of bool, optional
-        Broadcasts to `x`. Elements with False take no part and give 0.
+        Broadcasts to `x`. Elements where it is False are ignored and give 0.
     scale : float, default 1.0
         Factor on `x`.
     dtype : dtype, optional
@@ -44,17 +44,18 @@ def softmax(
     method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
         The method within a chunk.
     split_every : int, optional
-        How many states are joined at once; Dask's setting by default.
+        How many states are joined at once; by default Dask's setting.
 
     Returns
     -------
     dask.array.Array
-        Of the shape and chunks of `x`; nothing has been computed.
+        With the shape and chunks of `x`; nothing has been computed.
 
     Raises
     ------
     TypeError, ValueError, numpy.exceptions.AxisError
-        As `cupyflash.softmax`, at once; ValueError also for axes of unknown length.
+        As in `cupyflash.softmax`, raised at once; ValueError also for axes of unknown
+        length.
 
     Notes
     -----
@@ -63,7 +64,7 @@ def softmax(
     each chunk is multiplied by its share, ``exp(scale * (m - m_row) + t - t_row)`` in
     float64. The error of the share, up to 2e-16 times its logarithm, comes on top of
     that of `cupyflash.softmax`. Until a row's total is known, one number per element is
-    kept in place of `x`.
+    kept instead of `x`.
 
     Examples
     --------
@@ -96,12 +97,12 @@ def log_softmax(
     Parameters
     ----------
     x, axis, where, scale, dtype, method, split_every
-        As in `softmax`. Elements with False in `where` give -inf.
+        As in `softmax`. Elements where `where` is False give -inf.
 
     Returns
     -------
     dask.array.Array
-        Of the shape and chunks of `x`; nothing has been computed.
+        With the shape and chunks of `x`; nothing has been computed.
 
     Raises
     ------
@@ -181,7 +182,7 @@ def logsumexp(
     return_sign : bool, default False
         Also return the sign of the sum; without it a negative sum gives NaN.
     where : dask.array.Array or ndarray of bool, optional
-        Broadcasts to `a`. Elements with False take no part.
+        Broadcasts to `a`. Elements where it is False are ignored.
     split_every : int, optional
         How many chunks' results are joined at once; by default Dask's setting.
 
@@ -195,7 +196,7 @@ def logsumexp(
     Raises
     ------
     TypeError, ValueError, numpy.exceptions.AxisError
-        As `cupyflash.logsumexp`, at once.
+        As in `cupyflash.logsumexp`, raised at once.
 
     Notes
     -----

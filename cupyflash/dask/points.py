@@ -43,7 +43,7 @@ def logsumexp(
     ----------
     x, y, log_weights : dask.array.Array
         As in `cupyflash.points.logsumexp`, with NumPy or CuPy chunks along any axes;
-        the last axis of x and y is made one chunk.
+        the last axis of x and y becomes one chunk.
     kernel, bandwidth
         As in `cupyflash.points.logsumexp`.
     split_every : int, optional
@@ -52,13 +52,13 @@ def logsumexp(
     Returns
     -------
     dask.array.Array, shape (..., N)
-        Of the chunks of x; nothing has been computed.
+        With the chunks of x; nothing has been computed.
 
     Raises
     ------
     TypeError, ValueError
-        As `cupyflash.points.logsumexp`, at once; ValueError also for axes of unknown
-        length.
+        As in `cupyflash.points.logsumexp`, raised at once; ValueError also for axes of
+        unknown length.
 
     Notes
     -----
@@ -94,7 +94,7 @@ def kernel_sum(
     ----------
     x, y, b : dask.array.Array
         As in `cupyflash.points.kernel_sum`, with NumPy or CuPy chunks along any axes;
-        the last axes of x, y and a matrix b are made one chunk.
+        the last axes of x, y and a matrix b become one chunk.
     kernel, bandwidth, split_every
         As in `logsumexp`.
 
@@ -165,7 +165,7 @@ def mean(
     ----------
     x, y, v, log_weights : dask.array.Array
         As in `cupyflash.points.mean`, with NumPy or CuPy chunks along any axes; the
-        last axes of x, y and a matrix v are made one chunk.
+        last axes of x, y and a matrix v become one chunk.
     kernel, bandwidth, split_every
         As in `logsumexp`.
     return_lse : bool, default False

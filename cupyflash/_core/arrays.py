@@ -117,7 +117,7 @@ def _refuse_other_arrays(x):
             package = kind.__module__.partition(".")[0]
             instead = _INSTEAD.get(package, "pass numpy.asarray(x)")
             raise TypeError(
-                f"a {package} {kind.__name__} would silently become a NumPy array; "
+                f"{package}.{kind.__name__} would silently become a NumPy array; "
                 f"{instead}"
             )
 

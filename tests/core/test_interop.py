@@ -84,7 +84,7 @@ Tensor.__module__ = "torch"
 @pytest.mark.parametrize("call", CALLS)
 def test_a_tensor_is_refused_with_the_way_out(call):
     """Also where PyTorch is not installed, by a stand-in."""
-    message = r"a torch Tensor would silently become.*x\.numpy\(force=True\)"
+    message = r"torch\.Tensor would silently become.*x\.numpy\(force=True\)"
     with pytest.raises(TypeError, match=message):
         CALLS[call](Tensor(VALUES))
 

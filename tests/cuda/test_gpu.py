@@ -727,7 +727,7 @@ def test_an_out_that_must_not_be_written(cupy):
 def test_torch_tensors_of_the_host_do_not_mix(cupy, qkv):
     torch = pytest.importorskip("torch")
     message = (
-        "k cannot be made an array: a torch Tensor would silently become a NumPy "
+        "k cannot be made an array: torch.Tensor would silently become a NumPy "
         "array; give x.numpy(force=True)"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):

@@ -728,7 +728,7 @@ def test_torch_tensors_of_the_host_do_not_mix(cupy, qkv):
     torch = pytest.importorskip("torch")
     message = (
         "k cannot be made an array: torch.Tensor would silently become a NumPy "
-        "array; give x.numpy(force=True)"
+        "array; pass x.numpy(force=True)"
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         cupyflash.attention(qkv[0], torch.zeros(2, 4, 70, 32), qkv[2])

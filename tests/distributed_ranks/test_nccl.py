@@ -205,7 +205,7 @@ def test_a_transfer_that_never_ends(monkeypatch):
         return text, log
 
     (text, log), (own, _) = on_threads(2, stuck, monkeypatch)
-    assert "did not come within 0.2 s" in own
+    assert "did not arrive within 0.2 s" in own
     assert text.startswith("rank 1 has ended")  # told, not waited for
     assert "aborted" in log
     assert "checked" in log

@@ -68,12 +68,12 @@ REFUSALS = {
     "dbias without bias": (
         {"need_dbias": True},
         ValueError,
-        "need_dbias=True asks for a gradient of bias=None",
+        "need_dbias=True asks for the gradient of bias=None",
     ),
     "dsinks without sinks": (
         {"need_dsinks": True},
         ValueError,
-        "need_dsinks=True asks for a gradient of sinks=None",
+        "need_dsinks=True asks for the gradient of sinks=None",
     ),
     "flag": (
         {"deterministic": 1},
@@ -83,7 +83,7 @@ REFUSALS = {
     "another rung": (
         {"method": "safe"},
         NotImplementedError,
-        "attention_vjp has method='auto' and 'tiled', got 'safe'",
+        "attention_vjp takes method='auto' or 'tiled', got 'safe'",
     ),
     "method": (
         {"method": "fused"},

@@ -91,17 +91,33 @@ def test_products_of_one_sign():
     of_points("products", 70810)
 
 
-def test_a_function_of_d2():
-    tests = Path(emulation.__file__).parents[2] / "points/gpu/test_kernels.py"
+@pytest.mark.parametrize(
+    ("arch", "file", "which"),
+    [
+        ("sm_80", "points/gpu/test_kernels.py", "function_of_d2 and rational"),
+        (
+            "sm_90",
+            "attention/gpu/sm90/test_sm90_functions.py",
+            "more_splits_than_a_list_fills and 65 and 1025",
+        ),
+        (
+            "sm_90",
+            "attention/gpu/sm90/test_sm90_backward_mask.py",
+            "every_length and all and seqlens4 and bfloat16",
+        ),
+    ],
+)
+def test_functions(arch, file, which):
+    """Tests of a GPU."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "emulation.plugin",
-            "-m", "gpu", str(tests), "-k", "function_of_d2 and rational",
+            "-m", "gpu", str(Path(emulation.__file__).parents[2] / file), "-k", which,
         ],
         capture_output=True,
         text=True,
         env=os.environ
-        | {"PYTHONPATH": str(RUN.parents[1]), "CUPYFLASH_EMULATION": "sm_80"},
+        | {"PYTHONPATH": str(RUN.parents[1]), "CUPYFLASH_EMULATION": arch},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout

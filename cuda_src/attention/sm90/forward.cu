@@ -847,6 +847,12 @@ struct consumer_t {
     }
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage));
   }
+  // An empty split has a tile of the list, all of whose keys are hidden from it.
+  __device__ __forceinline__ void finish_listed(const work_t& work, int n, bool late,
+                                                listed_tile_t listed) {
+    const bool is_masked = listed.is_mixed(w) || (kSplit && work.split.empty);
+    finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
+  }
   __device__ __forceinline__ void scale_sums(const softmax_t& row, bool moves) {
     if (moves) {
 #pragma unroll
@@ -884,7 +890,7 @@ struct consumer_t {
     __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     end_before(n - 1, false);
-    finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
+    finish_listed(work, n, late, listed);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
     exponentiate(row, s, to_log2);
     round_to(p, s);
@@ -907,7 +913,7 @@ struct consumer_t {
     add_key_bias();
     __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
-    finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
+    finish_listed(work, n, late, listed);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
     ptx::wgmma_wait_group<0>();
     compiler_fence(o);

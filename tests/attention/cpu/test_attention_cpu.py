@@ -112,7 +112,7 @@ def test_a_known_call_keeps_the_checks(rng):
         cupyflash.attention(q, k, v, softcap="0.0")
     with pytest.raises(ValueError, match="method"):
         cupyflash.attention(q, k, v, method="fast")
-    with pytest.raises(TypeError, match="one dtype"):
+    with pytest.raises(TypeError, match="the same dtype"):
         cupyflash.attention(q, k.astype(np.float64), v)
 
 

@@ -194,6 +194,26 @@ def test_keys_are_split_where_few_queries_see_a_list():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bad", [0.0, np.nan])
+@pytest.mark.parametrize("seqlen_k", [129, 1025, 1153, 2305])
+@pytest.mark.parametrize("seqlen_q", [1, 65, 130])
+def test_more_splits_than_a_list_fills(seqlen_q, seqlen_k, bad):
+    """Nine tiles by four splits are three each: nothing is left for the last one."""
+    cupy = pytest.importorskip("cupy")
+    of_k = (1, 1, seqlen_k, 128)
+    q, k, v = inputs((1, 2, seqlen_q, 128), of_k, of_k)
+    last = seqlen_k - 1
+    v[..., last, :] = bad  # which no query sees
+    for mask in (lambda j: j < last, lambda j: j < min(190, last)):
+        options = {"mask": mask, "return_lse": True}
+        out, lse = cupyflash.attention(*map(cupy.asarray, (q, k, v)), **options)
+        wide = (x.astype("f8") for x in (q, k, v))
+        wanted, wanted_lse = cupyflash.attention(*wide, **options)
+        assert largest_error(out, wanted) < 2e-3
+        assert largest_error(lse, wanted_lse) < 1e-5
+
+
+@pytest.mark.gpu
 def test_values_behind_a_mask_may_be_nan():
     cupy = pytest.importorskip("cupy")
     q, k, v = inputs(*[(2, 4, 1000, 64)] * 3)

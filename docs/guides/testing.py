@@ -220,6 +220,11 @@ for tool, rows in sanitizer["tools"].items():
 # guard against them (``tests/record/defects.tsv``). D marks wrong results and crashes,
 # C broken promises.
 
+# The fuzz in this record has seven bad problems of one kind: one query of 192 or 256
+# columns, a multiple of a key, so that tensor cores cut off all products to one side.
+# The bound was too small for that. :doc:`/guides/precision` has the one that holds, and
+# the seven pass with it.
+
 defects = (RECORD.parent / "defects.tsv").read_text("utf-8").splitlines()[1:]
 for name, what, tests in (line.split("\t") for line in defects):
     print(f"{name:4}{what}")

@@ -201,6 +201,7 @@ class Direct(entries.Direct):
 
 def _sum_to(x, shape, dtype):
     """The sum over axes that an array of `shape` lacks, or has once."""
+    x = x.reshape((1,) * (len(shape) - x.ndim) + x.shape)
     ones = (1,) * (x.ndim - len(shape)) + tuple(shape)
     axes = tuple(
         i for i, (n, m) in enumerate(zip(x.shape, ones, strict=True)) if n != m

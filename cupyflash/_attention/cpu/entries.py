@@ -378,6 +378,8 @@ class Direct:
 
     def _add_and_hide(self, s, bias, mask, slopes, key_lengths):
         """Bias, alibi and masks, in place."""
+        if s.ndim == 2:  # of q, k and v without an axis of heads
+            bias, mask = (_matrix(x) for x in (bias, mask))
         if bias is not None:
             np.add(s, bias, s)
         if slopes is not None:
@@ -412,6 +414,11 @@ class Direct:
         if shape[at] == num_kv_heads * group_size:
             heads = self._groups
         return x.reshape(shape[:at] + heads + shape[at + 1 :])
+
+
+def _matrix(x):
+    """`x` without leading axes, which have one element each."""
+    return x if np.ndim(x) <= 2 else x.reshape(x.shape[-2:])
 
 
 def _all_pairs():

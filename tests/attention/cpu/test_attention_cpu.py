@@ -190,6 +190,32 @@ def test_known_gradients_are_those_of_the_first_call(rng, name, shape, kv_heads,
         assert b.flags.c_contiguous
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 7), (1, 5, 7), (5, 7), (7,)])
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_three_axes_of_scores_beside_two_of_q(rng, name, shape):
+    """Matrices have one head, which bias and mask may have an axis for."""
+    q, dout = rng.normal(size=(2, 5, 4))
+    k, v = rng.normal(size=(2, 7, 4))
+    x = rng.normal(size=shape)
+    if name == "mask":
+        x = x > -1
+    wanted = cupyflash.attention(q[None], k[None], v[None], **{name: x})[0]
+    for _ in range(2):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **{name: x})
+        np.testing.assert_allclose(out, wanted, rtol=1e-12, atol=1e-14)
+    options = {name: x, "need_dbias": name == "bias"}
+    exact = cupyflash.attention_vjp(
+        *(y[None] for y in (dout, q, k, v, out, lse)), **options
+    )
+    for _ in range(2):
+        found = cupyflash.attention_vjp(dout, q, k, v, out, lse, **options)
+        for a, b in zip(found[:3], exact[:3], strict=True):
+            np.testing.assert_allclose(a, b[0], rtol=1e-10, atol=1e-12)
+        if name == "bias":
+            assert found.dbias.shape == shape
+            np.testing.assert_allclose(found.dbias, exact.dbias, atol=1e-12)
+
+
 def test_a_known_call_looks_at_lengths(rng):
     q, k, v = arrays(rng, 2, 3, 5, 8)
     out, lse = cupyflash.attention(q, k, v, return_lse=True)

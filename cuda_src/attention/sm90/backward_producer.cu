@@ -43,6 +43,8 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
 constexpr int kBytesPart = kPart * 4;
 constexpr bool kHasOptions = kHasAlibi || kHasMaskFunction;
+// Of a warp at a barrier. racecheck does not follow __syncwarp() and one arrival.
+constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 // How many of the pairs of lse and delta of a thread are prefetched.
 constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kHasOptions ? 3 : 4;
 
@@ -134,7 +136,7 @@ struct addresses_t {
   }
 
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kWarps = 4 * kGroups;
+    constexpr int kWarps = 4 * kGroups * kArrivals;
     ptx::mbarrier_init(k_full, 1);
     ptx::mbarrier_init(v_full, 1);
     ptx::mbarrier_init(k_empty, kWarps);
@@ -152,7 +154,7 @@ struct addresses_t {
       ptx::mbarrier_init(ds_empty + 8 * n, kWarps);
     }
     for (int n = 0; n < kGroups; ++n) {
-      ptx::mbarrier_init(dq_full + 8 * n, 4);
+      ptx::mbarrier_init(dq_full + 8 * n, 4 * kArrivals);
       ptx::mbarrier_init(dq_empty + 8 * n, 1);
     }
     ptx::fence_mbarrier_init();
@@ -594,7 +596,7 @@ struct mainloop_t : mma_t {
   // All lanes of this warp have finished with what the barrier protects.
   __device__ __forceinline__ void release(unsigned barrier) const {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
+    if (kArrivals > 1 || lane == 0) ptx::mbarrier_arrive(barrier);
   }
   // The number of blocks of queries of the next work tile; 0 if there is none.
   __device__ __forceinline__ int next_count() const {
@@ -687,7 +689,7 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ void publish_ds(unsigned number) const {
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane == 0) {
+    if (kArrivals > 1 || lane == 0) {
       if (number != first) ptx::mbarrier_arrive(smem.dq_full + 8 * group);
       ptx::mbarrier_arrive(smem.ds_full + 8 * (number % 2));
     }

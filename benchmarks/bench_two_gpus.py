@@ -272,6 +272,11 @@ def errors(problem):
     return {n: float(abs(a - b).max() / abs(b).max()) for n, a, b in hosts}
 
 
+def label(tokens, causal):
+    """What --only is compared with."""
+    return f"{tokens} tokens, causal={causal}"
+
+
 def rank_of_two(args, end):
     """What each rank does; rank 0 writes the report."""
     with distributed.connect(timeout=120) as comm:
@@ -294,6 +299,8 @@ def rank_of_two(args, end):
 
         tokens = GOAL[on_gpu][2]
         for causal in (False, True):
+            if args.only not in label(tokens, causal):
+                continue
             problem = Problem(xp, comm, on_gpu, tokens, causal)
             for backward in (False, True):
                 row = speed(clock, problem, backward, 5.0, rested=True)
@@ -303,7 +310,7 @@ def rank_of_two(args, end):
             report["goal"][-1]["same_bits"] = set(same) == {b"1"}
             report["goal"][-1]["hidden"] = hidden(clock, problem)
             write(report["goal"][-1])
-        del problem
+            del problem
         small = Problem(xp, comm, on_gpu, min(tokens, 16_384), True)
         report["errors"] = errors(small)
         report["allowed"] = ALLOWED[small.dtype]
@@ -313,14 +320,16 @@ def rank_of_two(args, end):
         problems(comm, clock, xp, on_gpu, count, report, write)
         for tokens in args.lengths or LENGTHS[on_gpu]:
             for causal in (True, False):
-                # At 600 TFLOP/s: by each GPU and by both, warm and timed.
+                # At 600 TFLOP/s: by each GPU and by both; a short turn is timed apart
+                # from the first one.
                 turn = 8192 * tokens**2 / 6e14 / (1 + causal) if on_gpu else 0
                 few = min(turn, 3.0)
-                if not may(f"{tokens} tokens, causal={causal}", 2.5 * (turn + few) + 5):
+                what = label(tokens, causal)
+                if args.only not in what or not may(what, 1.5 * (turn + few) + 5):
                     continue
                 problem = Problem(xp, comm, on_gpu, tokens, causal)
                 row = speed(clock, problem, False, 3.0, compiled=True)
-                if may(f"transfers of {tokens}, causal={causal}", 2 * turn + 5):
+                if may(f"transfers of {what}", 2 * turn + 5):
                     row["hidden"] = hidden(clock, problem)
                 report["lengths"].append(row)
                 write(row)

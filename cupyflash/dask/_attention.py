@@ -1,6 +1,7 @@
 """attention and merge_attention_states of Dask arrays."""
 
 import functools
+import itertools
 import math
 from typing import Any, Literal, overload
 
@@ -378,6 +379,9 @@ def _head_chunks(chunks, group):
 
 def _heads_of_keys(x, of_keys):
     """Keys or values whose chunks of heads belong to those of the queries."""
+    ends = np.cumsum([0, *x.chunks[-3]]).tolist()
+    if of_keys == list(itertools.pairwise(ends)):
+        return x
     parts = [_chunks.rechunk(x[..., a:b, :, :], {-3: -1}) for a, b in of_keys]
     return da.concatenate(parts, axis=-3)
 

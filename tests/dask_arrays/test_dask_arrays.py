@@ -5,6 +5,7 @@ import pytest
 
 import cupyflash
 
+dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 import cupyflash.dask  # noqa: E402
 
@@ -223,6 +224,18 @@ def test_what_no_query_sees_is_no_part_of_the_graph(options, calls):
     assert calls_in(out, "attention-") == calls
     want = cupyflash.attention(*[x.compute()] * 3, **options)
     np.testing.assert_allclose(out.compute(), want, atol=1e-13)
+
+
+def test_chunks_of_heads_that_fit_take_a_task_each():
+    x = da.random.default_rng(0).normal(size=(1, 4, 8, 4), chunks=(1, 1, 8, 4))
+    x = x.persist()
+    (out,) = dask.optimize(cupyflash.dask.attention(x, x, x).sum())
+    # Each chunk, its call, and its name in the sum; 4, 2 and 1 sums.
+    assert len(out.__dask_graph__()) <= 3 * 4 + 7
+    one_head_of_keys = x[:, :1]
+    found = cupyflash.dask.attention(x, one_head_of_keys, one_head_of_keys)
+    want = cupyflash.attention(*(y.compute() for y in (x, *[one_head_of_keys] * 2)))
+    np.testing.assert_allclose(found.compute(), want, atol=1e-13)
 
 
 def test_errors_are_those_of_the_functions_and_come_at_once():

@@ -3,11 +3,21 @@
     python benchmarks/bench_dask.py --json benchmarks/results/dask_cpu.json
     python benchmarks/bench_dask.py --part memory --json FILE    # that alone
 
-One core, one thread, from array to array: each function of a whole array; the plain
-functions chunk by chunk, as one would write it by hand; and the same by Dask, whose own
-cost is what it takes beyond that. By hand, too, a chunk's result is new memory that is
-copied to its place, and rows that are cut take two passes over memory: a chunk's share
-of its rows is not known before all their chunks have been read.
+One core, one thread. Each function is computed in five ways:
+
+- plain: of the whole array; softmax writes into an array that is there (``out=``);
+- plain_new: the same, but the result is a new array;
+- by_hand: the plain function chunk by chunk, each result copied to its place;
+- dask: by Dask, each chunk stored in an array that is there;
+- dask_kept: by Dask, the results kept in their chunks, as the next step of a pipeline
+  takes them.
+
+A new array costs time of its own: the system has to map and clear its pages when they
+are first touched. So `dask` is compared with `plain` and with `by_hand`, `dask_kept`
+with `plain_new`. Softmax is measured with a mere copy of the array, and once more in a
+process whose malloc keeps memory that was freed. When rows are cut, each chunk's share
+of its rows is not known before all their chunks have been read, so there are two passes
+over memory.
 
 Then softmax of the rows of an array that is four times as large as the memory limit of
 one of two workers, and cut along both axes; the memory of the workers is asked for
@@ -16,8 +26,13 @@ every 50 ms.
 
 import contextlib
 import functools
+import json
 import os
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 
@@ -33,6 +48,13 @@ from cupyflash import points
 
 WORKERS, LIMIT = 2, 400_000_000
 
+# glibc's malloc returns no memory to the system and maps no array by itself.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
 
 def into(function, x, **options):
     """A plain function of a whole array, into one that is there."""
@@ -41,9 +63,12 @@ def into(function, x, **options):
 
 
 def by_chunks(function, x, chunks, out):
-    """The same by Dask, each chunk written where it belongs."""
+    """The same by Dask: each chunk written where it belongs, and kept as it is."""
     lazy = da.from_array(x, chunks=chunks)
-    return lambda: da.store(function(lazy), out, lock=False)
+    return {
+        "dask": lambda: da.store(function(lazy), out, lock=False),
+        "dask_kept": lambda: function(lazy).persist(),
+    }
 
 
 def softmax_by_hand(x, rows, columns, out):
@@ -102,7 +127,7 @@ def points_by_hand(z, other, length, out):
 
 
 def cases(quick):
-    """(name, chunks, whole, by hand, by Dask, how many calls these make)."""
+    """(name, chunks, {way: call}, how many calls of a chunk these make)."""
     rng = np.random.default_rng(0)
     rows = 200 if quick else 4_000
     x = rng.standard_normal((rows, 8_000), dtype=np.float32)
@@ -112,43 +137,52 @@ def cases(quick):
     soft, logs = cupyflash.dask.softmax, cupyflash.dask.logsumexp
     for chunks in chunkings:
         count = (rows // chunks[0]) * (8_000 // chunks[1])
-        yield (
-            "softmax", chunks, into(cupyflash.softmax, x, axis=1),
-            lambda c=chunks: softmax_by_hand(x, *c, out),
-            by_chunks(lambda y: soft(y, axis=1), x, chunks, out), count,
-        )  # fmt: skip
-        yield (
-            "logsumexp", chunks, lambda: cupyflash.logsumexp(x, axis=1),
-            lambda c=chunks: logsumexp_by_hand(x, *c, sums),
-            by_chunks(lambda y: logs(y, axis=1), x, chunks, sums), count,
-        )  # fmt: skip
+        ways = {
+            "plain": into(cupyflash.softmax, x, axis=1),
+            "plain_new": lambda: cupyflash.softmax(x, axis=1),
+            "by_hand": lambda c=chunks: softmax_by_hand(x, *c, out),
+            "copy": lambda: np.copyto(out, x),
+            **by_chunks(lambda y: soft(y, axis=1), x, chunks, out),
+        }
+        yield "softmax", chunks, ways, count
+        ways = {
+            "plain": lambda: cupyflash.logsumexp(x, axis=1),
+            "by_hand": lambda c=chunks: logsumexp_by_hand(x, *c, sums),
+            **by_chunks(lambda y: logs(y, axis=1), x, chunks, sums),
+        }
+        yield "logsumexp", chunks, ways, count
     seqlen = 512 if quick else 8_192
     q = rng.standard_normal((1, seqlen, 64), dtype=np.float32)
     out_of_attention, attend = np.empty_like(q), cupyflash.dask.attention
     for causal in (False, True):
-        options = {"causal": causal}
         for length in (seqlen // 2, seqlen // 4, seqlen // 8):
             count = seqlen // length
-            yield (
-                f"attention, causal={causal}", (1, length, 64),
-                lambda o=options: cupyflash.attention(q, q, q, **o),
-                lambda n=length, c=causal: attention_by_hand(q, n, c, out_of_attention),
-                by_chunks(lambda y, o=options: attend(y, y, y, **o), q,
-                          (1, length, 64), out_of_attention),
-                count * (count + 1) // 2 if causal else count**2,
-            )  # fmt: skip
+            ways = {
+                "plain": lambda c=causal: cupyflash.attention(q, q, q, causal=c),
+                "by_hand": lambda n=length, c=causal: attention_by_hand(
+                    q, n, c, out_of_attention
+                ),
+                **by_chunks(
+                    lambda y, c=causal: attend(y, y, y, causal=c),
+                    q, (1, length, 64), out_of_attention,
+                ),
+            }  # fmt: skip
+            count = count * (count + 1) // 2 if causal else count**2
+            yield f"attention, causal={causal}", (1, length, 64), ways, count
     count = 500 if quick else 8_000
     z = rng.standard_normal((count, 8))
     other, sums_of_points = z.copy(), np.empty(count)
     for length in (count // 2, count // 4):
         y = da.from_array(other, chunks=(length, 8))
-        yield (
-            "points.logsumexp", (length, 8), lambda: points.logsumexp(z, other),
-            lambda n=length: points_by_hand(z, other, n, sums_of_points),
-            by_chunks(lambda x, y=y: cupyflash.dask.points.logsumexp(x, y), z,
-                      (length, 8), sums_of_points),
-            (count // length) ** 2,
-        )  # fmt: skip
+        ways = {
+            "plain": lambda: points.logsumexp(z, other),
+            "by_hand": lambda n=length: points_by_hand(z, other, n, sums_of_points),
+            **by_chunks(
+                lambda x, y=y: cupyflash.dask.points.logsumexp(x, y),
+                z, (length, 8), sums_of_points,
+            ),
+        }  # fmt: skip
+        yield "points.logsumexp", (length, 8), ways, (count // length) ** 2
 
 
 @contextlib.contextmanager
@@ -164,33 +198,66 @@ def one_core():
 
 
 def overheads(turns, only, quick):
-    """A row of each case: medians of the three, in turns."""
+    """A row of each case: medians of all ways, in turns."""
     with one_core(), dask.config.set(scheduler="sync"):
-        for name, chunks, *calls, count in cases(quick):
+        for name, chunks, ways, count in cases(quick):
             if only not in name:
                 continue
-            times = [[] for _ in calls]
+            found = {way: [] for way in ways}
             for turn in range(turns + 1):
-                for call, found in zip(calls, times, strict=True):
-                    start = time.perf_counter()
-                    call()
+                for way, call in ways.items():
+                    took = measured(call)
                     if turn:  # the first warms up
-                        found.append(time.perf_counter() - start)
-            plain, by_hand, by_dask = map(statistics.median, times)
+                        found[way].append(took)
+            medians = {
+                way: [statistics.median(x) for x in zip(*of_turns, strict=True)]
+                for way, of_turns in found.items()
+            }
+            seconds = {way: took[0] for way, took in medians.items()}
+            plain_new = seconds.get("plain_new", seconds["plain"])
             row = {
                 "function": name, "chunks": chunks, "calls": count,
-                "ms_of_a_chunk": 1e3 * by_hand / count, "seconds_plain": plain,
-                "seconds_by_hand": by_hand, "seconds_dask": by_dask,
-                "overhead": by_dask / plain - 1,
-                "overhead_beside_by_hand": by_dask / by_hand - 1,
+                "ms_of_a_chunk": 1e3 * seconds["by_hand"] / count,
+                **{f"seconds_{way}": took for way, took in seconds.items()},
+                "page_faults": {way: took[1] for way, took in medians.items()},
+                "overhead": seconds["dask"] / seconds["plain"] - 1,
+                "overhead_beside_by_hand": seconds["dask"] / seconds["by_hand"] - 1,
+                "overhead_kept": seconds["dask_kept"] / plain_new - 1,
             }  # fmt: skip
             print(
-                f"{name:24} {chunks!s:14} {row['ms_of_a_chunk']:7.1f} ms a chunk, "
-                f"overhead {100 * row['overhead']:5.1f} %, beside chunks by hand "
-                f"{100 * row['overhead_beside_by_hand']:5.1f} %",
+                f"{name:24} {chunks!s:14} {row['ms_of_a_chunk']:6.1f} ms a chunk; "
+                f"overhead stored {100 * row['overhead']:5.1f} %, beside chunks by "
+                f"hand {100 * row['overhead_beside_by_hand']:5.1f} %; kept "
+                f"{100 * row['overhead_kept']:5.1f} %",
                 flush=True,
             )
             yield row
+
+
+def measured(call):
+    """(seconds, page faults) of a call; what it returns is freed afterwards."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    start = time.perf_counter()
+    kept = call()
+    seconds = time.perf_counter() - start
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    del kept
+    return seconds, faults
+
+
+def overheads_with_memory_kept(turns, quick):
+    """The rows of softmax from a process whose malloc keeps what was freed."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "report.json")
+        options = ["--part", "overheads", "--only", "softmax", "--json", path]
+        subprocess.run(
+            [sys.executable, __file__, "--turns", str(turns), *options]
+            + ["--quick"] * quick,
+            env=os.environ | KEEP_MEMORY,
+            check=True,
+        )
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)["overheads"]
 
 
 def memory(quick):
@@ -246,13 +313,19 @@ def main():
     """Measure, print and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="sizes of a test")
-    parser.add_argument("--part", choices=("overheads", "memory", "all"), default="all")
+    parts = ("overheads", "memory_kept", "memory", "all")
+    parser.add_argument("--part", choices=parts, default="all")
     args = parser.parse_args()
     versions = {n: timing.version(n) for n in ("dask", "distributed", "zarr")}
     report = {"versions": versions}
-    if args.part != "memory":
+    if args.part in ("overheads", "all"):
         report["overheads"] = list(overheads(args.turns, args.only, args.quick))
-    if args.part != "overheads":
+    if args.part in ("memory_kept", "all"):
+        report["environment_memory_kept"] = KEEP_MEMORY
+        report["overheads_memory_kept"] = overheads_with_memory_kept(
+            args.turns, args.quick
+        )
+    if args.part in ("memory", "all"):
         report["memory"] = memory(args.quick)
     timing.save(args.json, "dask", False, **report)
 

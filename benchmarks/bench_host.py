@@ -1,9 +1,10 @@
 """What a call costs the host, in microseconds, and what first use costs.
 
-    python benchmarks/bench_host.py --json benchmarks/results/host_h200.json
+    python benchmarks/bench_host.py --json benchmarks/results/host_h100.json
 
 Small inputs, warm caches, the device running behind: what remains is Python. First use
-is measured in fresh processes, with an empty and with a filled kernel cache.
+is measured in fresh processes, with an empty and with a filled kernel cache; every row
+of the tables in `bench_first.py`.
 """
 
 import functools
@@ -232,7 +233,9 @@ def _first_use(name):
 
 def main():
     """Measure, print the table and write the report."""
-    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--warm", action="store_true", help="warm calls alone")
+    args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     groups = [(numpy_calls(), lambda: None)]
     if on_gpu:
@@ -249,11 +252,14 @@ def main():
             for row in rows
         ],
     )
-    once = list(import_rows()) + (list(first_use_rows()) if on_gpu else [])
-    console.table(
-        ("once", "milliseconds"),
-        [(row["what"], f"{row['seconds'] * 1e3:.1f}") for row in once],
-    )
+    once = []
+    if not args.warm:
+        once += [*import_rows(), *(first_use_rows() if on_gpu else ())]
+    if once:
+        console.table(
+            ("once", "milliseconds"),
+            [(row["what"], f"{row['seconds'] * 1e3:.1f}") for row in once],
+        )
     timing.save(args.json, "host", on_gpu, calls=rows, once=once)
 
 

@@ -3,13 +3,16 @@
     python benchmarks/bench_landscape_gpu.py
     python benchmarks/bench_landscape_gpu.py --draw     # the picture alone, of the file
 
-A cell is a shape with a dtype and an option. Its ratio is the time of torch
-(``scaled_dot_product_attention``, ``softmax``) to that of cupyflash: above 1 cupyflash
-is faster. For softmax the time of a copy of the same bytes stands beside it, which is
-the limit of memory. A turn is some calls one after the other and a wait for the last,
-so that what the host needs counts wherever it is more than what the device needs.
+A cell is a shape with a dtype and an option. Its ratio is the time of the fastest
+other to that of cupyflash: above 1 cupyflash is faster. The others are those of torch:
+``scaled_dot_product_attention`` and, where all scores are few, the formula by products
+and a softmax; ``softmax``. For softmax the time of a copy of the same bytes stands
+beside it, which is the limit of memory. A turn is some calls one after the other and a
+wait for the last, so that what the host needs counts wherever it is more than what the
+device needs.
 `--add` keeps the cells of the file and measures others alone, `--limit` ends after so
-many seconds: so it can go piece by piece.
+many seconds: so it can go piece by piece. Several cards share it by `--part 1/4` and so
+on, each with a file of its own, which `--join` puts together.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import bench_landscape
 import numpy as np
@@ -29,10 +33,11 @@ import timing
 import cupyflash
 from cupyflash._cli import console
 
-REPORT = timing.RESULTS / "landscape_h200.json"
+REPORT = timing.RESULTS / "landscape_h100.json"
 # What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
 _MOST_WORK = {"float16": 2e12, "float32": 2e11}
 _MOST_NUMBERS = 3e8
+_MOST_SCORES = 1 << 26  # up to which the formula is tried
 _TURN_SECONDS = 2e-3
 # Largest difference to torch's results, of numbers about 1.
 _MOST_OFF = {"float16": 1e-2, "float32": 1e-2, "float64": 1e-11}
@@ -104,7 +109,16 @@ class Attention:
         # Rows that see no key: zeros here, NaN there.
         blind = max(0, self.queries - self.keys) if self.option == "causal" else 0
         compared = np.s_[:8, :, blind:]
-        return {"torch": lambda: sdpa(q, k, v, **options)}, compared
+        found = {"torch": lambda: sdpa(q, k, v, **options)}
+        if self.batch * self.queries * self.keys <= _MOST_SCORES:
+            hidden = None
+            if self.option == "causal":
+                shape = self.queries, self.keys
+                hidden = torch.ones(shape, device="cuda", dtype=torch.bool)
+                hidden = hidden.triu(1 + self.keys - self.queries)
+            added = timing.to_torch(torch, bias[0]) if bias else None
+            found["formula"] = lambda: _formula(torch, q, k, v, added, hidden)
+        return found, compared
 
 
 @dataclass(frozen=True)
@@ -177,6 +191,16 @@ def cells():
     return [cell for cell in found if cell.affordable]
 
 
+def _formula(torch, q, k, v, bias, hidden):
+    """Attention as it is written down."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores += bias
+    if hidden is not None:
+        scores.masked_fill_(hidden, float("-inf"))
+    return torch.softmax(scores, -1) @ v
+
+
 def _array(cupy, shape, dtype, fill):
     """Random numbers, or memory as it comes."""
     if not fill:
@@ -244,7 +268,9 @@ def measure(cupy, torch, cell, seconds):
     best = best_times(
         {"cupyflash": own, **others}, cupy.cuda.Device().synchronize, seconds
     )
-    facts = {**asdict(cell), "ratio": best["torch"] / best["cupyflash"]}
+    fastest = min((n for n in best if n not in ("cupyflash", "copy")), key=best.get)
+    facts = {**asdict(cell), "ratio": best[fastest] / best["cupyflash"]}
+    facts["fastest_other"] = fastest
     if "copy" in best:
         facts["share_of_copy"] = best["copy"] / best["cupyflash"]
     torch.cuda.empty_cache()
@@ -306,6 +332,15 @@ def draw(rows, path):
     print(f"Picture: {path}")
 
 
+def report(rows):
+    """Print the worst cells; the names of those below 0.95."""
+    for name, found in bench_landscape.worst(rows, number=NUM_WORST):
+        print(f"  {found:5.2f}  {name}")
+    below = [row["cell"] for row in rows if row["ratio"] < 0.95]
+    print(f"{len(below)} of {len(rows)} cells below 0.95")
+    return below
+
+
 def main():
     """Measure all cells, list the worst, write the report and the picture."""
     parser = timing.arguments(__doc__.splitlines()[0])
@@ -324,8 +359,18 @@ def main():
     parser.add_argument(
         "--draw", action="store_true", help="draw what the file has, and nothing else"
     )
+    parser.add_argument("--part", type=timing.part_of_many, default=(1, 1))
+    parser.add_argument("--join", nargs="+", type=Path, help="reports of parts")
     parser.set_defaults(json=REPORT)
     args = parser.parse_args()
+    if args.join:
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.join]
+        rows = merged([], [row for one in parts for row in one["rows"]])
+        facts = {"below_095": report(rows), "rows": rows}
+        joined = json.dumps(parts[0] | facts, indent=1)
+        args.json.write_text(joined + "\n", encoding="utf-8")
+        draw(rows, args.json.with_suffix(".png"))
+        return
     old = []
     if (args.add or args.draw) and args.json.exists():
         old = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
@@ -338,6 +383,8 @@ def main():
     end = time.perf_counter() + args.limit
     known = {row["cell"] for row in old}
     asked = [c for c in cells() if args.only in c.name and c.name not in known]
+    index, count = args.part
+    asked = asked[index - 1 :: count]
     if args.jobs:
         compile_ahead(asked, args.jobs)
     new, failed = [], []
@@ -350,13 +397,9 @@ def main():
             failed.append(f"{cell.name}: {str(error).splitlines()[0]}")
     rows = merged(old, new)
     print(f"{len(asked) - len(new) - len(failed)} cells are left")
-    for name, found in bench_landscape.worst(rows, number=NUM_WORST):
-        print(f"  {found:5.2f}  {name}")
-    below = [row["cell"] for row in rows if row["ratio"] < 0.95]
-    print(f"{len(below)} of {len(rows)} cells below 0.95")
     timing.save(
         args.json, "landscape", True,
-        date=datetime.date.today().isoformat(), below_095=below, rows=rows,
+        date=datetime.date.today().isoformat(), below_095=report(rows), rows=rows,
     )  # fmt: skip
     if failed:
         raise SystemExit("\n".join(failed))

@@ -7,12 +7,14 @@ be read whole before any of it is written, so blocks go down tiles of neighbouri
 columns (`once`: all of a tile stays on chip). A row or a tile that no cluster of blocks
 holds is read twice, the second time from L2 (`twice`: what is written lies some bytes
 behind what is read first). Each share is one of a plain copy in the same run, and so is
-that of cupyflash beside it.
+that of cupyflash beside it. `row_relay.cu` reads long rows once, in the shared memory
+of all multiprocessors: its bytes alone, and softmax of floats.
 """
 
 import cupy
 import numpy as np
 import rates
+import row_relay
 import timing
 
 import cupyflash
@@ -87,6 +89,7 @@ CALLS = (
     ("columns", (8192, 32_768), 0, ("float32", "bfloat16", "float64")),
     ("rows", (1 << 18,), -1, ("float64",)),
     ("rows", (1 << 20,), -1, ("float32", "bfloat16", "float64")),
+    ("rows", (1 << 21,), -1, ("float32",)),
 )
 WIDTHS = (128, 256, 512, 1024)  # bytes of a tile of columns
 MARGINS = (4, 6, 8, 12)  # MB between what is read first and what is written
@@ -130,6 +133,28 @@ def addresses_are_right(kernel, blocks):
             launch(kernel, blocks, x, y, cupy.zeros(1, "u4"), *numbers)
             if not (x == y).all():
                 raise SystemExit(f"{shape}, {name}: not a copy")
+
+
+def relays(blocks, x, y):
+    """Calls of row_relay.cu on long rows, each checked once."""
+    found = {"once, a row on all multiprocessors": row_relay.Relay(blocks, True)}
+    if x.dtype == "float32":
+        found["softmax in that order"] = row_relay.Relay(blocks)
+    calls = {}
+    for name, relay in found.items():
+        if relay.refusal(x.nbytes // len(x)):
+            continue
+        board = cupy.empty(relay.board_bytes(len(x)), "u1")
+        calls[name] = lambda relay=relay, board=board: relay(x, y, board)
+        y.fill(0)
+        calls[name]()
+        if relay.bytes_alone:
+            right = (x.view("u1") == y.view("u1")).all()
+        else:
+            right = abs(y / cupyflash.softmax(x, -1) - 1).max() < 1e-5
+        if not right:
+            raise SystemExit(f"{x.shape} {x.dtype}, {name}: wrong")
+    return calls
 
 
 def launch(kernel, blocks, x, y, ticket, lag, tile, width, stride):
@@ -179,6 +204,8 @@ def main():
                 calls[order] = lambda x=x, y=y, n=numbers: launch(
                     kernel, blocks, x, y, ticket, *n
                 )
+            if len(shape) == 1:
+                calls |= relays(blocks // 2, x, y)
             found = rates.timed(calls, args.turns)
             copy = found["copy"][0]
             for order, (seconds, best, worst) in found.items():

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import os
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -76,6 +77,15 @@ def compile_ahead(call_each, *lists, jobs):
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn) as pool:
         list(pool.map(call_each, chunks))
+
+
+def part_of_many(text):
+    """(i, count) of an option such as --part 1/4."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise argparse.ArgumentTypeError(f"{text} is not like 1/3")
+    return index, count
 
 
 def part(items, i, count):

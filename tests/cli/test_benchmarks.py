@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import emulation
 import numpy as np
 import pytest
 
@@ -384,6 +385,56 @@ def test_the_picture_of_the_gpu_has_every_cell(script):
     assert len(shown) == len(cells)
 
 
+def test_parts_of_cards_are_joined(script, tmp_path, monkeypatch, capsys):
+    landscape = script("bench_landscape_gpu")
+    cells = landscape.cells()[:5]
+    monkeypatch.setattr(landscape, "draw", lambda rows, path: None)
+    paths = [tmp_path / f"{i}.json" for i in (1, 2)]
+    for i, path in enumerate(paths):
+        rows = [{"cell": c.name, "ratio": 0.5 + i} for c in cells[i::2]]
+        report = {"machine": {}, "rows": rows, "below_095": []}
+        path.write_text(json.dumps(report))
+    whole = tmp_path / "whole.json"
+    command = ["--join", *map(str, paths), "--json", str(whole)]
+    monkeypatch.setattr(sys, "argv", ["bench_landscape_gpu.py", *command])
+    landscape.main()
+    found = json.loads(whole.read_text())
+    assert [row["cell"] for row in found["rows"]] == [cell.name for cell in cells]
+    assert found["below_095"] == [cell.name for cell in cells[::2]]
+    assert "3 of 5 cells below 0.95" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b"])
+def test_parts_that_there_are_not(script, text):
+    timing = script("timing")
+    assert timing.part_of_many("2/3") == (2, 3)
+    with pytest.raises(argparse.ArgumentTypeError, match="is not like 1/3"):
+        timing.part_of_many(text)
+
+
+def test_first_calls_are_of_all_rows(script):
+    first = script("bench_first")
+    cases = first.cases()
+    import rows
+
+    assert {(c.operation, c.row) for c in cases} == {*rows.all_rows()}
+    assert len({first.label(c) for c in cases}) == len(cases)
+
+
+def test_first_calls_call_what_they_say(script):
+    """On NumPy arrays, whose calls have the same arguments."""
+    first = script("bench_first")
+    seen = set()
+    for case in first.cases():
+        if case.function in seen or case.dtype != "float32":
+            continue
+        seen.add(case.function)
+        result = first.call_of(case, np)()
+        first_of = result[0] if isinstance(result, tuple) else result
+        assert first_of.dtype == np.float32
+    assert {"softmax", "attention", "attention_vjp", "logsumexp"} <= seen
+
+
 def test_turns_keep_the_least_time(script):
     landscape = script("bench_landscape_gpu")
     called = []
@@ -417,6 +468,16 @@ def test_the_walks_of_the_walls_cover_their_arrays(script, monkeypatch):
                     assert (parts, width, stride) == (1, walls._PART, walls._PART)
                     assert row % walls._PART == 0
                 assert lag == 0 or lag * walls._PART > row * (len(shape) == 1)
+
+
+def test_rows_on_all_multiprocessors_are_right():
+    """The emulation takes CuPy's place, so it runs in a process of its own."""
+    if why := emulation.missing():
+        pytest.skip(why)
+    script = ROOT / "tests" / "support" / "emulation" / "row_relay_run.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("agrees") == 6
 
 
 # --- Triton --------------------------------------------------------------------------

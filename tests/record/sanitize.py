@@ -14,6 +14,7 @@ judge a kernel.
 """
 
 import argparse
+import dataclasses
 import math
 import os
 import re
@@ -48,6 +49,11 @@ _NOT_FINITE = ("hidden", "seen")
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _SHORT = ("short", "short options", "short odd")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT)
+# An option alone, or a function: hopper, hopper_wide and mma have kernels for those.
+_ALONE = ("alibi", "causal alibi", "mask function", "score function", "both functions")
+# q, k and v of such calls of a row that takes plain ones: with as many columns as
+# gradients of hopper have kernels for them.
+_WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
 # What stands in for the plain calls of a row: the first of these that it takes.
 _FIRST_KINDS = (_PLAIN[:1], _WIDE[:2], _SHORT[:1])
 # Kernels beside the tables, and rows whose pieces lie apart.
@@ -93,7 +99,89 @@ def cases_of(group):
         kinds = (*kinds, *_WIDE[2:], *_SHORT[1:])
     kept = [c for c in plain if c.dtype in ("bfloat16", "float32", "float64")]
     more = [next((c for c in found if c.kind == k), None) for k in kinds]
-    return (kept or plain)[:2] + [case for case in more if case]
+    kept = (kept or plain)[:2]
+    taken = [case for first in kept[:1] for case in alone(operation, name, first)]
+    return kept + [case for case in more if case] + taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A call of a row with an option alone; gradients are summed in any order."""
+
+    operation: str
+    row: str
+    dtype: str
+    method: str
+    shapes: tuple  # of q, k and v
+    option: str  # of _ALONE, or "any order"
+
+    def __str__(self):
+        return f"{self.row}-{self.option}-{self.dtype}".replace(" ", "_")
+
+    def options(self):
+        """Arguments of the call beside q, k and v."""
+        import numpy as np
+
+        from cupyflash import scores
+
+        if self.option == "any order":
+            return {}
+        if self.option.endswith("alibi"):
+            _, heads, _, _ = self.shapes[0]
+            slopes = np.arange(heads, dtype=np.float32) / 50
+            causal = {"causal": True} if self.option == "causal alibi" else {}
+            return {"alibi_slopes": slopes, **causal}
+        score = {"score": lambda s, i, j: s * np.cos(s) - 0.01 * abs(i - j)}
+        mask = {"mask": scores.sliding_window(60)}
+        return {
+            "score function": score,
+            "mask function": mask,
+            "both functions": score | mask,
+        }[self.option]
+
+    def is_taken(self):
+        """Whether the row takes it on an H100."""
+        import rows
+
+        from cupyflash._cuda import device
+
+        asked = rows.library_problem(
+            self.operation, self.operation, self.shapes, self.dtype, self.method,
+            self.options(),
+        )  # fmt: skip
+        if self.operation == "attention_vjp":
+            asked = dataclasses.replace(asked, deterministic=False)
+        row = rows.row_of(self.operation, self.row)
+        return row.unsupported_reason(asked, device.device_of_arch("sm_90a")) is None
+
+    def check(self, cupy):
+        """Do the call, and compare it with NumPy's in float64."""
+        import functions_gpu
+        import numpy as np
+        from accuracy import dtype_of, wide
+
+        rng = np.random.default_rng(0)
+        given = [rng.normal(size=s).astype(dtype_of(self.dtype)) for s in self.shapes]
+        options, grads = self.options(), self.operation == "attention_vjp"
+        method = {} if grads else {"method": self.method}
+        found = functions_gpu.run(cupy, *given, options, grads, method)
+        exact = functions_gpu.run(
+            np, *(wide(x, np.float64) for x in given), options, grads
+        )
+        plain = functions_gpu.run(np, *given, options, grads)
+        errors = functions_gpu.worst(found, exact, plain, self.dtype)
+        assert max(errors) <= 2, errors
+
+
+def alone(operation, row, case):
+    """A call of a row with each option of `_ALONE` that it takes."""
+    import rows
+
+    shapes = rows.ATTENTION_SHAPES[case.kind] if case.kind in _WIDE + _SHORT else _WIDER
+    for option in ("any order",) * (operation == "attention_vjp") + _ALONE:
+        call = Alone(operation, row, case.dtype, case.method, shapes, option)
+        if call.is_taken():
+            yield call
 
 
 def run_rows(cupy, wanted):
@@ -112,8 +200,7 @@ def run_rows(cupy, wanted):
                         _BESIDE[group](cupy, case)
                     else:
                         rows.force(patch, *group.split("/"))
-                        for problem in problems_of(case):
-                            rows.check(cupy, problem)
+                        _check(cupy, case)
                     verdict = "agrees"
                 except NotImplementedError as unsupported_reason:
                     verdict = (
@@ -123,6 +210,17 @@ def run_rows(cupy, wanted):
                     verdict, failures = f"WRONG {error}", failures + 1
             print(f"{group}: {case}: {verdict}", flush=True)
     return failures
+
+
+def _check(cupy, case):
+    """Compare the calls of a case, with its row forced."""
+    import rows
+
+    if isinstance(case, Alone):
+        case.check(cupy)
+        return
+    for problem in problems_of(case):
+        rows.check(cupy, problem)
 
 
 def problems_of(case):

@@ -271,6 +271,43 @@ def test_every_row_is_sanitized():
         assert sanitize.cases_of(group), group
 
 
+@pytest.mark.parametrize(
+    ("group", "options"),
+    [
+        ("attention/hopper", sanitize._ALONE),
+        ("attention/mma", sanitize._ALONE),
+        ("attention_vjp/hopper", ("any order", *sanitize._ALONE[:3])),
+        ("attention_vjp/hopper_wide", ("any order", *sanitize._ALONE)),
+        ("attention_vjp/mma", ("any order", *sanitize._ALONE)),
+    ],
+)
+def test_options_alone_and_functions_are_sanitized(group, options):
+    cases = [c for c in sanitize.cases_of(group) if isinstance(c, sanitize.Alone)]
+    assert tuple(case.option for case in cases) == options
+
+
+@pytest.mark.parametrize("option", ["any order", *sanitize._ALONE])
+@pytest.mark.parametrize("operation", ["attention", "attention_vjp"])
+def test_a_call_with_an_option_alone_can_be_wrong(monkeypatch, operation, option):
+    shapes = ((1, 2, 9, 8), (1, 1, 70, 8), (1, 1, 70, 8))
+    case = sanitize.Alone(operation, "tiled", "float32", "auto", shapes, option)
+    case.check(np)
+    name = operation
+    function = getattr(cupyflash, name)
+
+    def wrong(q, *args, **kwargs):
+        result = function(q, *args, **kwargs)
+        if q.dtype == np.float32 and len(made) == 0:  # the first call is that on trial
+            result[0][0, 1, 3, 5] += 0.1
+        made.append(result)
+        return result
+
+    made = []
+    monkeypatch.setattr(cupyflash, name, wrong)
+    with pytest.raises(AssertionError):
+        case.check(np)
+
+
 def test_without_the_tool(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sanitize, "find_tool", lambda: None)
     assert sanitize.record(tmp_path / "r.json", ("memcheck",), (), 1) == 2

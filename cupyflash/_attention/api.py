@@ -549,8 +549,8 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
     )  # fmt: skip
     if functions.given(score, score_arrays, mask, mask_arrays) or need_dscore:
         arguments += score, score_arrays, mask_arrays, need_dscore
-        if not arrays.lives_on_gpu(q):
-            return _cpu_vjp().attention_vjp(*arguments)
+    if type(q) is np.ndarray:
+        return _cpu_vjp().attention_vjp(*arguments)
     if arrays.is_cupy(q):
         return _gpu_vjp().attention_vjp(*arguments)
     if arrays.lives_on_gpu(q):

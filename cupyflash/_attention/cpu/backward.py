@@ -50,12 +50,13 @@ _checked: dict = {}
 
 def attention_vjp(*arguments):
     """attention_vjp() of NumPy arrays; one like a call before needs no checks."""
-    dout, q, k, v, out, lse, bias, mask, *rest = arguments
-    key = checked.key_of(q, dout, k, v, out, lse, bias, mask, *rest)
+    (
+        dout, q, k, v, out, lse, bias, mask, _, _, query_offset, _, _, sinks, slopes,
+        query_lengths, key_lengths, _, _, _, dlse, *_,
+    ) = arguments  # fmt: skip
+    key = checked.key_of((q, dout, k, v, out, lse), arguments[6:])
     problem, direct = _checked.get(key, (None, None))
     operands = None
-    _, _, query_offset, _, _, sinks, slopes, query_lengths, key_lengths, *rest = rest
-    dlse = rest[3]
     if problem is None:
         problem, operands = vjp_problem.attention_vjp(*arguments)
         if key is not None:

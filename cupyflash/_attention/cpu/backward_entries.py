@@ -193,8 +193,10 @@ class Direct(entries.Direct):
 
     def _as_given(self, x, shape):
         """A gradient in the layout of the call."""
+        if self._groups is None:
+            return np.ascontiguousarray(x).reshape(shape)
         x = self._joined(x)
-        if self._groups is not None and len(shape) > 2:
+        if len(shape) > 2:
             x = heads_first(x, self._layout)  # its own inverse
         return np.ascontiguousarray(x).reshape(shape)
 
@@ -376,7 +378,10 @@ def _derivative_of_cap(s, cap):
 
 def _lack(p, dp, sum_p, of_sink, delta, down):
     """How far P * dP, and the sink's part of it, are from adding up to `down`."""
-    sums = np.einsum("...ij,...ij->...i", p, dp)[..., None]
+    if p.strides[-1] == p.itemsize:
+        sums = np.vecdot(p, dp, keepdims=True)
+    else:  # keys side by side
+        sums = np.einsum("...ij,...ij->...i", p, dp)[..., None]
     if down is not None:
         np.subtract(sums, down, out=sums)
     if of_sink is not None:

@@ -26,31 +26,37 @@ def is_narrow(x, q):
     return x.dtype.itemsize <= max(4, q.dtype.itemsize)
 
 
-def key_of(q, *others):
+def key_of(arrays, options):
     """All that the checks of a call depend on, or None if they look at more.
 
     Of arrays that is the shape and the dtype; `check_lengths_of` looks at lengths. The
-    numbers of a float64 array may be too large for float32 scores.
+    numbers of a float64 option may be too large for float32 scores.
     """
-    if type(q) is not np.ndarray:
-        return None
-    key: list[Any] = [q.shape, q.dtype]
-    for x in others:
-        if x is None or x is False or x is True:
-            key.append(x)
-            continue
-        kind = type(x)
-        if kind is np.ndarray:
-            if x.dtype.kind == "O" or (x.dtype.kind == "f" and not is_narrow(x, q)):
-                return None
-            key += x.shape, x.dtype
-        elif kind in _PLAIN:
-            key += kind, x
-        elif kind is tuple and _PLAIN.issuperset(map(type, x)):
-            key += *map(type, x), x
-        else:
+    key: list[Any] = []
+    for x in arrays:
+        if type(x) is not np.ndarray:
             return None
-    return tuple(key)
+        key += x.shape, x.dtype
+    kinds = tuple(map(type, options))
+    if not _PLAIN.issuperset(kinds):
+        options = tuple(_option(x, arrays[0]) for x in options)
+        if NotImplemented in options:
+            return None
+    return (*key, kinds, options)
+
+
+def _option(x, q):
+    """What the checks depend on of an option; NotImplemented if on more."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is tuple and _PLAIN.issuperset(map(type, x)):
+        return *map(type, x), x
+    if kind is not np.ndarray or x.dtype.kind == "O":
+        return NotImplemented
+    if x.dtype.kind == "f" and not is_narrow(x, q):
+        return NotImplemented
+    return x.shape, x.dtype
 
 
 def is_free(out, arguments):

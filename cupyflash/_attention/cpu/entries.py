@@ -182,6 +182,10 @@ def _weigh(s, v, o, sink, hides):
     P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
     divisors are None where s has become P itself.
     """
+    if s.shape[-1] == 1 and sink is None and not hides:  # 1, or NaN
+        base = s.copy()
+        d = np.exp(np.subtract(s, base, s), s)
+        return product(d, v, o), base, d, None
     # Without a first value a row of one score is its own maximum, at no cost.
     first = () if s.shape[-1] else (-np.inf,)
     base = np.maximum.reduce(s, -1, None, None, True, *first)
@@ -300,20 +304,17 @@ class Direct:
             b, h = (x.item() if x.size == 1 else x for x in (b, h))
             self._places = positions(b, h, offset, rows, 0, keys)
 
-    def __call__(self, q, k, v, bias, functions=None, *options, out=None):
-        """(out, lse or None), or None where it takes the long way.
-
-        `options` are mask, sinks, slopes, and the lengths of queries and keys.
-        """
+    def __call__(self, q, k, v, *options):
+        """(out, lse or None), or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
         run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
-        return run(self._compute, q, k, v, out, bias, functions, *options)
+        return run(self._compute, q, k, v, *options)
 
     def _compute(
-        self, q, k, v, out, bias, functions, mask=None, sinks=None, slopes=None,
-        query_lengths=None, key_lengths=None,
+        self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,
+        key_lengths,
     ):  # fmt: skip
         values = out
         if self._groups is not None:
@@ -369,8 +370,8 @@ class Direct:
     def _product(self, a, b):
         """a b^T, one number a score."""
         if self._side_by_side:
-            return np.matmul(b, a.swapaxes(-1, -2)).swapaxes(-1, -2)
-        return np.matmul(a, b.swapaxes(-1, -2))
+            return np.matmul(b, a.mT).mT
+        return np.matmul(a, b.mT)
 
     def _padding(self, query_lengths):
         """Which rows are beyond their lengths, beside the scores."""

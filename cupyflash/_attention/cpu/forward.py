@@ -42,11 +42,11 @@ def attention(*arguments):
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method, *of_functions,
     ) = arguments  # fmt: skip
-    score, score_arrays, mask_arrays = of_functions or (None, None, None)
-    key, given = None, None
-    if not (score is score_arrays is mask is mask_arrays is None):
+    given, key = None, None
+    if of_functions:
+        score, score_arrays, mask_arrays = of_functions
         given, mask = bind(q, score, score_arrays, mask, mask_arrays)
-    if (
+    if (  # what most calls are takes no loop over all options
         type(q) is type(k) is type(v) is np.ndarray
         and (bias is None or (type(bias) is np.ndarray and checked.is_narrow(bias, q)))
         and mask is query_offset is window is sinks is alibi_slopes is out is None
@@ -64,35 +64,26 @@ def attention(*arguments):
         if given is not None:
             given, more = functions.without_options(given, softcap)
             key += more
-        problem, direct, compute = _checked.get(key, _UNKNOWN)
-        if direct is not None:
-            result = direct(q, k, v, bias, given)
-            if result is not None:
-                return result
-        if problem is not None:
-            operands = checked.operands_of(problem, q, k, v, bias)
-            return run(problem, operands._replace(functions=given), compute)
     elif given is None and (out is None or checked.is_free(out, arguments)):
-        key = checked.key_of(*arguments)
-        problem, direct, compute = _checked.get(key, _UNKNOWN)
-        if problem is not None:
+        key = checked.key_of((q, k, v), arguments[3:19])
+    problem, direct, compute = _checked.get(key, _UNKNOWN)
+    if problem is not None:
+        if not (query_lengths is key_lengths is None):
             checked.check_lengths_of(problem, query_lengths, key_lengths)
         if direct is not None:
             result = direct(
-                q, k, v, bias, None, mask, sinks, alibi_slopes, query_lengths,
-                key_lengths, out=out,
+                q, k, v, out, bias, given, mask, sinks, alibi_slopes, query_lengths,
+                key_lengths,
             )  # fmt: skip
             if result is not None:
                 return result
-        if problem is not None:
-            operands = checked.operands_of(
-                problem, q, k, v, bias, mask, sinks, alibi_slopes, query_offset,
-                query_lengths, key_lengths,
-            )  # fmt: skip
-            if out is not None:
-                heads_out = heads_first(out, layout)
-                operands = operands._replace(out=heads_out, given_out=out)
-            return run(problem, operands, compute)
+        operands = checked.operands_of(
+            problem, q, k, v, bias, mask, sinks, alibi_slopes, query_offset,
+            query_lengths, key_lengths,
+        )._replace(functions=given)  # fmt: skip
+        if out is not None:
+            operands = operands._replace(out=heads_first(out, layout), given_out=out)
+        return run(problem, operands, compute)
     problem, operands = attention_problem.attention(*arguments)
     problem, operands = functions.as_options(problem, operands)
     if key is not None:

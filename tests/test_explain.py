@@ -82,7 +82,7 @@ def test_reasons_of_the_kernels_before_it(xp, rng):
     told = cupyflash.explain("softmax", x, -1)
     assert told.kernel != "tiled"
     refused = dict(told.refused)
-    before = ["columns", "split_columns", "long_columns", "short", "span", "tiled"]
+    before = ["columns", "split_columns", "short", "span", "tiled"]
     assert list(refused) == before
     assert "1048576" in refused["tiled"]
     assert "1048576" in refused["span"]

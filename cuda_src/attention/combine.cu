@@ -24,6 +24,11 @@ using out_t = OUT_T;
 #else
 using out_t = elem_t;
 #endif
+#ifdef OUT_LSE_T
+using out_lse_t = OUT_LSE_T;
+#else
+using out_lse_t = lse_t;
+#endif
 // The weight exp(lse) of a split is l exp(m). l is 0 if it saw no key; if all its
 // scores are NaN, l is NaN and m is -inf.
 struct sum_t {
@@ -55,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     attention_combine(const elem_t* __restrict__ outs,      // (parts, rows, head_dim_v)
                       const part_lse_t* __restrict__ lses,  // (parts, rows)
                       out_t* __restrict__ out,              // (rows, head_dim_v)
-                      lse_t* __restrict__ lse,  // (rows), contiguous, or null
+                      out_lse_t* __restrict__ lse,  // (rows), contiguous, or null
                       const __grid_constant__ combine_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long warp = (block * kNumThreads + threadIdx.x) / kWarpSize;
@@ -165,6 +170,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     }
   }
   if (lse != nullptr && column == 0) {
-    lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));
+    lse[row] = to<out_lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));
   }
 }

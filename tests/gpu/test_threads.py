@@ -28,7 +28,7 @@ THREADS = 8
 # Rows that no mixed call is led to on an H200: of methods that are asked for by name,
 # of arrays of more than 100 MB, and portable ones, which wait for nobody.
 NOT_MIXED = {
-    "softmax": {"naive", "safe", "online", "long_columns", "split", "vjp_split", "vjp"},
+    "softmax": {"naive", "safe", "online", "split", "vjp_split", "vjp"},
     "attention": {"naive", "safe", "tiled"},
     "attention_vjp": {"tiled"},
 }

@@ -41,7 +41,7 @@ __device__ __forceinline__ int query_end(int row_last) {
 
 // The keys of a query tile are split over several work tiles, which write partial sums
 // in float and lse in double. With COMBINE the block that finishes last combines them
-// (split_kv.cuh); where rows are too many for one block, forward_combine.cu does.
+// (split_kv.cuh); where rows are too many for one block, combine.cu does.
 #ifdef SPLIT
 constexpr bool kSplit = true;
 using out_t = float;

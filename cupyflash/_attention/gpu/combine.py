@@ -18,7 +18,7 @@ _plans = plan_cache.PlanCache()
 
 
 def combine_launch(
-    problem, outs, lses, out, out_dtype=None, few=False
+    problem, outs, lses, out, out_dtype=None, out_lse_dtype=None, few=False
 ) -> tuple[LaunchConfig, bytes]:
     """The kernel that combines states with strides in elements, and its parameters."""
     outs_split, *outs_rows, outs_col = outs
@@ -40,7 +40,7 @@ def combine_launch(
     params = combine_config.COMBINE_PARAMS.pack(fields, kRowDims=dims, kArrays=3)
     if few:
         return combine_config.few_config(problem, dims), params
-    return combine_config.parts_config(problem, dims, out_dtype), params
+    return combine_config.parts_config(problem, dims, out_dtype, out_lse_dtype), params
 
 
 def _plan_of(problem, operands):

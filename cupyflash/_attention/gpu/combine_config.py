@@ -25,9 +25,12 @@ COMBINE_PARAMS = Struct(
 
 
 def parts_config(
-    problem: MergeProblem, row_dims: int, out_dtype: str | None = None
+    problem: MergeProblem,
+    row_dims: int,
+    out_dtype: str | None = None,
+    out_lse_dtype: str | None = None,
 ) -> LaunchConfig:
-    """The launch of the kernel; `out_dtype` if the splits have a wider one."""
+    """The launch of the kernel; dtypes of the results if the splits have wider ones."""
     num_rows = math.prod(problem.shape)
     columns = 1  # of a lane
     while num_rows >= _MANY_ROWS and columns < 4 and 32 * columns < problem.head_dim_v:
@@ -45,6 +48,8 @@ def parts_config(
         defines["SUMS"] = "1"
     if out_dtype not in (None, problem.dtype):
         defines["OUT_T"] = CUDA_TYPES[out_dtype]
+    if out_lse_dtype is not None:
+        defines["OUT_LSE_T"] = CUDA_TYPES[out_lse_dtype]
     num_warps = num_rows * max(-(-problem.head_dim_v // (32 * columns)), 1)
     return LaunchConfig.over_threads(
         "attention/combine.cu", "attention_combine", 32 * num_warps, defines

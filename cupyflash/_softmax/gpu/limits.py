@@ -111,7 +111,6 @@ def _of_rings(problem, config, values):
 _COUNTS = {
     "columns": _of_held_columns,
     "vjp_columns": _of_held_columns,
-    "long_columns": _of_columns,
     "split_columns": _of_columns,
     "logsumexp_columns": _of_columns,
     "logsumexp_shares": _of_shares,

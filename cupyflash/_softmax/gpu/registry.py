@@ -15,7 +15,6 @@ from cupyflash._softmax.gpu.heuristics.columns import (
     share_columns,
     split_columns,
     sum_columns,
-    walk_columns,
 )
 from cupyflash._softmax.gpu.heuristics.logsumexp import sum_rows
 from cupyflash._softmax.gpu.heuristics.long_rows import (
@@ -45,7 +44,6 @@ _SOURCES = {
     "split": "softmax/rows/two_pass.cu",
     "columns": "softmax/columns/on_chip.cu",
     "split_columns": "softmax/columns/split_two_pass.cu",
-    "long_columns": "softmax/columns/two_pass.cu",
     "logsumexp": "softmax/logsumexp/strided.cu",
     "logsumexp_rows": "softmax/logsumexp/rows.cu",
     "logsumexp_span": "softmax/logsumexp/packed_rows.cu",
@@ -154,7 +152,6 @@ _SUM = ("logsumexp",)
 KERNELS = (  # best first
     SoftmaxKernel("columns", FORWARD, hold_columns, shapes.COLUMNS, _TILED),
     SoftmaxKernel("split_columns", FORWARD, split_columns, shapes.LONG_COLUMNS, _TILED),
-    SoftmaxKernel("long_columns", FORWARD, walk_columns, shapes.COLUMNS, _TILED),
     SoftmaxKernel("vjp_columns", BACKWARD, hold_columns, shapes.COLUMNS),
     SoftmaxKernel("logsumexp_shares", _SUM, share_columns, shapes.SHARED_COLUMNS),
     SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),

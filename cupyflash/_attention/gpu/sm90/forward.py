@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._attention.gpu.combine_config import parts_config
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
@@ -15,10 +16,8 @@ from cupyflash._attention.gpu.config import (
     launch_config,
     most_seen,
     num_heads,
-    num_rows,
     scale_is_plain,
     too_many,
-    without_options,
 )
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
@@ -31,7 +30,7 @@ from cupyflash._attention.gpu.sm90.forward_tiles import (
     Ladder,
 )
 from cupyflash._attention.gpu.tile_lists import TileLists
-from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.problem import AttentionProblem, MergeProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -44,7 +43,6 @@ _SHORT, _MANY = 64, 16
 
 # The least keys of a split.
 _KEYS_OF_SPLIT = 256
-_COMBINE_THREADS = 128
 # With more bytes, splits are combined by another kernel, with one block per row, rather
 # than by the block that finishes last.
 _COMBINED_BY_A_BLOCK = 1 << 17
@@ -308,16 +306,11 @@ class HopperKernel:
     ) -> tuple[LaunchConfig, ...]:
         """The launch, followed by another that combines splits, if there is one."""
         config = self.config(self.tile(problem), problem, batch_dims, device)
-        if self.num_splits(problem, device) == 1 or self.combines(problem, device):
+        num_splits = self.num_splits(problem, device)
+        if num_splits == 1 or self.combines(problem, device):
             return (config,)
-        return config, launch_config(
-            without_options(problem),
-            batch_dims,
-            num_rows(problem),
-            _COMBINE_THREADS,
-            "attention/sm90/forward_combine.cu",
-            f"attention_{self.name}_combine",
-        )
+        states = split_states(problem, num_splits)
+        return config, parts_config(states, 1, problem.dtype, "float32")
 
     def config(
         self,
@@ -412,6 +405,14 @@ class HopperKernel:
             **_exponents(problem),
             "cap": cap_of(problem),
         }
+
+
+def split_states(problem, num_splits):
+    """The results over splits of the keys, as another kernel combines them."""
+    shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
+    return MergeProblem(
+        problem.backend, num_splits, shape, problem.head_dim_v, "float32", "float64"
+    )
 
 
 def _num_kv_heads(problem):

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from cupyflash._attention.gpu.combine import combine_launch
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
-from cupyflash._attention.gpu.functions import without_functions
+from cupyflash._attention.gpu.params import contiguous_strides, new_out_strides
 from cupyflash._attention.gpu.plan import pack_params
-from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS
+from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS, split_states
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
+from cupyflash._core.strides import element_strides
 from cupyflash._cuda.launch_sequence import Counter, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
@@ -35,7 +37,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
         counter = Counter(2 + device.num_sms // 2)
     elif row.is_dynamic(problem):
         counter = Counter()
-    main, *combine = row.configs(problem, batch_dims, device)
+    main = row.config(tile, problem, batch_dims, device)
     rest: tuple[Any, ...] = (*OPTIONS_AND_OFFSET, params)
     before, scratch = [], {}
     if problem.mask_function is not None:
@@ -48,15 +50,28 @@ def hopper_steps(row, problem, operands, device) -> Steps:
         main_step = main, (inputs, "out", "lse", counter, *rest)
         return Steps([*before, main_step], scratch)
     results = ("out", "lse") if combines else ()
-    plain = without_functions(params)
-    return Steps(
-        [
-            *before,
-            (main, (inputs, "split_out", "split_lse", counter, *results, *rest)),
-            *(
-                (config, ("split_out", "split_lse", "out", "lse", num_splits, plain))
-                for config in combine
-            ),
-        ],
-        {**scratch, **row.split_bytes(problem, device)},
+    launches = [
+        *before,
+        (main, (inputs, "split_out", "split_lse", counter, *results, *rest)),
+    ]
+    if not combines:
+        launches.append(_combination(problem, operands, num_splits))
+    return Steps(launches, {**scratch, **row.split_bytes(problem, device)})
+
+
+def _combination(problem, operands, num_splits):
+    """The launch that combines the splits of the keys."""
+    shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
+    outs, lses = (num_splits, *shape, problem.head_dim_v), (num_splits, *shape)
+    strides = new_out_strides(problem)
+    if operands.out is not None:
+        strides = element_strides(operands.out)
+    config, params = combine_launch(
+        split_states(problem, num_splits),
+        contiguous_strides(outs),
+        contiguous_strides(lses),
+        strides,
+        problem.dtype,
+        "float32",
     )
+    return config, ("split_out", "split_lse", "out", "lse", params)

@@ -154,11 +154,8 @@ _SPLIT_WIDTH, _SPLIT_ROWS = 256, 8
 _SPLIT_ROWS_OF_SCALED_DOUBLES = 4  # with more they spill
 
 
-def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
-    """Threads that loop down adjacent columns twice; columns of any length.
-
-    A tile has `width` bytes of adjacent columns, a thread `rows` rows at a time.
-    """
+def split_columns(problem, device):
+    """Blocks that share columns, which are read twice; columns of any length."""
     layout = problem.layout
     if not layout.is_columns:
         return "neighbouring rows are not adjacent in memory"
@@ -166,35 +163,23 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
         softmax_config.itemsize_of(problem.dtypes[name]) for name in ("x", "out")
     )
     vector = _vector(layout, 16 // widest)
-    held = rows if vector > 1 else 8
-    side = _side(-(-layout.inner // vector), width // (vector * widest))
-    # Even if a column is short (method="online"), its threads fill a warp.
-    deep = max(256 // side, 64 // side + 1)
-    cluster = 1
-    if may_cluster:
-        cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
-    return _column_config(problem, vector, side, deep, held, 0, cluster, 512)
-
-
-def split_columns(problem, device):
-    """Blocks that share columns, which are read twice; columns of any length."""
     is_scaled_double = problem.scale != 1 and problem.compute_dtype == "float64"
     held = _SPLIT_ROWS_OF_SCALED_DOUBLES if is_scaled_double else _SPLIT_ROWS
-    configs = walk_columns(problem, device, False, _SPLIT_WIDTH, held)
-    if isinstance(configs, str):
-        return configs
-    (config,) = configs
-    values = dict(config.variant.defines)
-    vector, side = int(values["VECTOR"]), int(values["SIDE"])
-    rows = int(values["DEEP"]) * int(values["HELD"]) * _BATCHES
+    if vector == 1:
+        held = _SPLIT_ROWS
+    side = _side(-(-layout.inner // vector), _SPLIT_WIDTH // (vector * widest))
+    # Even if a column is short (method="online"), its threads fill a warp.
+    deep = max(256 // side, 64 // side + 1)
+    (config,) = _column_config(
+        problem, vector, side, deep, held, 0, 1, _WALKING_THREADS
+    )
+    tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
     pieces = min(
-        -(-problem.row_length // rows),
-        device.num_sms * _PIECES_PER_SM // config.grid[0],
+        -(-problem.row_length // (deep * held * _BATCHES)),
+        max(1, device.num_sms * _PIECES_PER_SM // tiles),
         _MOST_PIECES,
     )
-    if pieces < 2:
-        return "columns are short, or enough for all multiprocessors"
-    partials = config.grid[0] * pieces * vector * side
+    partials = tiles * pieces * vector * side
     return tuple(
         softmax_config.varied(
             config,

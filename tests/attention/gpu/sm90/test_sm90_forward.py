@@ -370,7 +370,7 @@ def test_keys_are_split_where_tiles_are_few():
     launch, combine = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines
     assert ("COMBINE", "1") not in launch.variant.defines
-    assert combine.variant.entry == "attention_hopper_combine"
+    assert combine.variant.entry == "attention_combine"
 
 
 # --- on a device ---------------------------------------------------------------------

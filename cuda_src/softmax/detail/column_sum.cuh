@@ -38,14 +38,13 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
   }
 
   // Adds the exponentials of score(0), ..., score(kCount - 1), which must have room;
-  // empty slots hold -inf. With kIsNear none is more than kReach powers of two below
-  // the unit.
-  template <int kCount, bool kIsNear, typename Score>
+  // empty slots hold -inf.
+  template <int kCount, typename Score>
   __device__ __forceinline__ void add(Score score) {
-    const T lowest = lowest_near();
+    const T lowest = fma_of(unit, T(kLn2), T(-joined_t::kReach * kLn2));
     const T round = range::kRound - unit;
     l += tree<kCount>([&](int k) {
-      const T x = kIsNear ? score(k) : larger_t()(score(k), lowest);
+      const T x = larger_t()(score(k), lowest);
       const T rounded = fma_of(x, T(kLog2e), round);  // k - unit, in its low bits
       const T whole = rounded - round;
       T r = fma_of(whole, -range::kLn2High, x);
@@ -57,9 +56,6 @@ template <typename T, bool kIsCoarse> struct column_sum_t {
   // One term to about 2^-21, for 16-bit results.
   __device__ __forceinline__ float term(float score) const {
     return exp2f(fma_of(score, float(kLog2e), -unit));
-  }
-  __device__ __forceinline__ T lowest_near() const {
-    return fma_of(unit, T(kLn2), T(-joined_t::kReach * kLn2));
   }
 
  private:

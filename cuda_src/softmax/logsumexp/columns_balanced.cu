@@ -138,50 +138,11 @@ struct batch_t {
     }
   }
 
-  // The same for doubles without comparing doubles: as floats, their upper halves have
-  // the same order. Returns whether the result is known: halves of infinities are NaN,
-  // and `low` is a lower bound of the scores.
-  __device__ __forceinline__ bool largest_halves(acc_t (&m)[kVector],
-                                                 acc_t (&low)[kVector]) const {
-    bool is_known = true;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      float high_half = -infinity<float>(), low_half = infinity<float>();
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const float half = __int_as_float(__double2hiint(score<acc_t>(k, j)));
-        high_half = fmaxf(high_half, half);
-        low_half = detail::smallest_nan(low_half, half);
-      }
-      is_known = is_known && !is_nan(low_half);
-      m[j] = __hiloint2double(__float_as_int(high_half), 0);
-      low[j] = __hiloint2double(__float_as_int(low_half), 0);
-    }
-    return is_known;
-  }
-
   __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
     acc_t m[kVector];
-    bool is_near = false;
-    if constexpr (sizeof(acc_t) == sizeof(double)) {
-      acc_t low[kVector];
-      is_near = largest_halves(m, low);
-      if (!is_near) largest(m);
-      see(sum, m);
-      // A half is off by 2^-20 of itself, which is less than a power of two here.
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        is_near = is_near && low[j] > sum[j].lowest_near() + 1;
-      }
-    } else {
-      largest(m);
-      see(sum, m);
-    }
-    if (is_near) {
-      add<true>(sum);
-    } else {
-      add<false>(sum);
-    }
+    largest(m);
+    make_room(sum, m);
+    add(sum);
   }
 
  private:
@@ -191,8 +152,8 @@ struct batch_t {
     for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
     return m;
   }
-  static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
-                                             const acc_t (&m)[kVector]) {
+  static __device__ __forceinline__ void make_room(sums_t (&sum)[kVector],
+                                                   const acc_t (&m)[kVector]) {
     bool has_room = true;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
@@ -203,7 +164,6 @@ struct batch_t {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) sum[j].make_room(m[j]);
   }
-  template <bool kIsNear>
   __device__ __forceinline__ void add(sums_t (&sum)[kVector]) const {
     if constexpr (kCoarse) {
       // Read rows again rather than keep them in registers.
@@ -219,7 +179,7 @@ struct batch_t {
     } else {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        sum[j].template add<kHeld, kIsNear>([&](int k) { return score<acc_t>(k, j); });
+        sum[j].template add<kHeld>([&](int k) { return score<acc_t>(k, j); });
       }
     }
   }

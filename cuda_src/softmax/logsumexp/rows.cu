@@ -12,8 +12,8 @@
 //            0, it loops over a row of any length, kHeld elements at a time. The next
 //            ones, also those of the next row, load meanwhile.
 // Memory     a once, one number per row is written; 16 bytes per access. Short
-//            unaligned contiguous rows go through shared memory; the ends of longer
-//            ones are read one by one.
+//            unaligned contiguous rows go through shared memory, or are read element by
+//            element; the ends of longer ones are read one by one.
 // Numbers    exponentials to half an ulp of acc_t, for floats to 2^-22 where the error
 //            bound of the log allows it; sums and log in double; for 16-bit results the
 //            fast exponential and a float log
@@ -439,11 +439,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for (int axis = 0; axis < OUTER_AXES; ++axis) {
       if (layout.outer.stride[kA][axis] % kVector != 0) is_aligned_row = false;
     }
-    const bool is_packed =
-        OUTER_AXES == 1 && layout.outer.stride[kA][0] == layout.row_length;
+    // Through shared memory, unless elements have 8 bytes: these are read as fast
+    // alone.
+    const bool is_staged = sizeof(a_t) < 8 && OUTER_AXES == 1 &&
+                           layout.outer.stride[kA][0] == layout.row_length;
     if (is_aligned_row) {
       short_rows<path::kVectors>(a, out, sign, layout);
-    } else if (is_packed) {
+    } else if (is_staged) {
       short_rows<path::kStaged>(a, out, sign, layout);
     } else {
       short_rows<path::kSingles>(a, out, sign, layout);

@@ -1,20 +1,25 @@
-"""Score and mask functions, beside the option that says the same and FlexAttention.
+"""Score and mask functions, beside the option that says the same and those of others.
 
     python benchmarks/bench_flex.py --json benchmarks/results/flex_h200.json
     python benchmarks/bench_flex.py --only "document 128 8192" --turns 3
+    python benchmarks/bench_flex.py --names function flash-attn-4
 
-FlexAttention is compiled by torch.compile and has the block mask of each case. Results
-of all are compared with float64 before they are timed, for the last queries of a head.
+FlexAttention is compiled by torch.compile and has the block mask of each case, which
+FlashAttention-4 is given, too. Results of all are compared with float64 before they are
+timed, for the last queries of a head. A peer that is not there, or fails, is left out.
 Batch entries and heads make 16,384 tokens of 2,048 columns, or a longer sequence.
 """
 
+import contextlib
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import peers
 import pytest
 import timing
 
@@ -27,6 +32,8 @@ from cupyflash._cli import measure as _measure
 
 _TOKENS, _COLUMNS, _LAST = 16_384, 2048, 64
 _WINDOW, _CAP, _DOCUMENTS = 1024, 20.0, 16
+FLEX = "flex_attention"
+PEERS = (FLEX, peers.FLASH4)
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ def _seen(xp, heads, batch, n):
 def _flex_t5(torch, table):
     def score(s, b, h, i, j):
         distance = (i - j).abs()
-        far = torch.log(distance.clamp(min=1) / 8.0) * (8 / np.log(16.0))
+        far = torch.log(distance.clamp(min=1) / 8.0) * (8 / math.log(16.0))
         far = torch.clamp(8 + far.to(torch.int32), max=15)
         bucket = torch.where(distance < 8, distance.to(torch.int32), far)
         return s + table[bucket + torch.where(j > i, 16, 0), h]
@@ -141,42 +148,103 @@ CASES = (
 )
 
 
-def flex_calls(case, arrays, q, k, v, dout):
-    """(forward, backward) of FlexAttention, or nothing where torch is not there."""
-    torch = timing.optional("torch")
-    if torch is None:
-        return {}
+def block_mask(torch, case, arrays, n):
+    """Which blocks of 128 x 128 the mask of a case hides, and which it shows whole."""
+    from torch.nn.attention import flex_attention as flex
+
+    _, function = case.flex(torch, **arrays)
+    of_entry = [x for name, x in arrays.items() if name != "seen"]
+    batch = of_entry[0].shape[0] if of_entry else None
+    return flex.create_block_mask(function, batch, None, n, n, device="cuda")
+
+
+@contextlib.contextmanager
+def left_out(peer, what):
+    """Print what a peer says that fails, and go on without it."""
+    try:
+        yield
+    except Exception as error:  # they raise what their compilers raise
+        why = str(error).strip().splitlines()[:1]
+        print(f"{peer} does not take {what}: {type(error).__name__} {why}", flush=True)
+
+
+def flex_calls(torch, case, arrays, blocks, q, k, v, dout):
+    """Calls of FlexAttention by direction."""
     from torch.nn.attention import flex_attention as flex
 
     torch._dynamo.reset()  # which compiles a function for so many shapes alone
     compiled = torch.compile(flex.flex_attention, dynamic=False)
-    q, k, v, dout = (timing.to_torch(torch, x) for x in (q, k, v, dout))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    tensors = {name: timing.to_torch(torch, x) for name, x in arrays.items()}
-    keyword, function = case.flex(torch, **tensors)
-    if keyword == "mask_mod":
-        batch, n = q.shape[0] if arrays else None, q.shape[2]
-        keyword, function = (
-            "block_mask",
-            flex.create_block_mask(function, batch, None, n, n, device="cuda"),
-        )
+    how = {"block_mask": blocks}
+    if blocks is None:
+        how = {"score_mod": case.flex(torch, **arrays)[1]}
 
     def forward():
         with torch.no_grad():
-            return compiled(q, k, v, **{keyword: function})
+            return compiled(q, k, v, **how)
 
-    try:
-        forward()
-        out = compiled(q, k, v, **{keyword: function})
-    except Exception as error:  # which torch has for what it cannot compile
-        why = str(error).strip().splitlines()[:1]
-        print(f"FlexAttention does not compile {case.name}: {why}", flush=True)
-        return {}
+    forward()
+    out = compiled(q, k, v, **how)
 
     def backward():
         return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
 
     return {"forward": forward, "backward": backward}
+
+
+def flash4_calls(interface, how, q, k, v, dout):
+    """Calls of FlashAttention-4 by direction; `how` has the arguments of each."""
+    q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    to_forward, to_backward = how
+    out, lse, *_ = interface._flash_attn_fwd(q, k, v, return_lse=True, **to_forward)
+
+    def forward():
+        return interface._flash_attn_fwd(q, k, v, **to_forward)[0].transpose(1, 2)
+
+    def backward():
+        grads = interface._flash_attn_bwd(q, k, v, out, dout, lse, **to_backward)
+        return tuple(x.transpose(1, 2) for x in grads[:3])
+
+    forward()
+    calls = {"forward": forward}
+    with left_out(peers.FLASH4, "the gradients"):
+        backward()
+        calls["backward"] = backward
+    return calls
+
+
+def peer_calls(names, case, arrays, q, k, v, dout):
+    """Calls of others, by name and direction."""
+    torch = timing.optional("torch") if {*names} & {*PEERS} else None
+    if torch is None:
+        return {}
+    heads, n = q.shape[1:3]
+    q, k, v, dout = (timing.to_torch(torch, x) for x in (q, k, v, dout))
+    arrays = {name: timing.to_torch(torch, x) for name, x in arrays.items()}
+    is_mask = case.flex(torch, **arrays)[0] == "mask_mod"
+    blocks = block_mask(torch, case, arrays, n) if is_mask else None
+    calls = {}
+    if FLEX in names:
+        with left_out(FLEX, case.name):
+            calls[FLEX] = flex_calls(torch, case, arrays, blocks, q, k, v, dout)
+    if peers.FLASH4 not in names:
+        return calls
+    interface = timing.optional(peers.FLASH4_MODULE)
+    functions = timing.optional("flash4_functions")
+    if interface is None or functions is None:
+        return calls
+    with left_out(peers.FLASH4, case.name):
+        how = (
+            functions.mask(case.name, _WINDOW, arrays, blocks)
+            if is_mask
+            else functions.score(case.name, heads, _CAP, arrays)
+        )
+        calls[peers.FLASH4] = flash4_calls(interface, how, q, k, v, dout)
+    if option := functions.options(case.name, _WINDOW):
+        with left_out(peers.FLASH4, f"the option {case.name}"):
+            name = f"{peers.FLASH4} option"
+            calls[name] = flash4_calls(interface, (option, option), q, k, v, dout)
+    return calls
 
 
 def exact(xp, case, arrays, q, k, v, dout):
@@ -222,7 +290,7 @@ def error(xp, got, wanted):
     return float(f"{float(abs(rest).max() / abs(wanted).max()):.2g}")
 
 
-def measure(xp, case, dim, n, turns, passes):
+def measure(xp, case, dim, n, turns, passes, names):
     """A line for each pass and candidate."""
     heads, batch = _COLUMNS // dim, max(1, _TOKENS // n)
     rng = xp.random.default_rng(7)
@@ -231,7 +299,7 @@ def measure(xp, case, dim, n, turns, passes):
     )
     arrays = case.arrays(xp, heads, batch, n)
     ways = {"function": case.functions(arrays)}
-    if case.option is not None:
+    if case.option is not None and "option" in names:
         ways["option"] = case.option(arrays)
     calls: dict[str, dict[str, Any]] = {"forward": {}, "backward": {}}
     for name, options in ways.items():
@@ -242,8 +310,9 @@ def measure(xp, case, dim, n, turns, passes):
         calls["backward"][name] = lambda options=options, out=out, lse=lse: (
             cupyflash.attention_vjp(dout, q, k, v, out, lse, **options)
         )
-    for direction, call in flex_calls(case, arrays, q, k, v, dout).items():
-        calls[direction]["flex_attention"] = call
+    for name, of_peer in peer_calls(names, case, arrays, q, k, v, dout).items():
+        for direction, call in of_peer.items():
+            calls[direction][name] = call
     wanted = exact(xp, case, arrays, q, k, v, dout)
     for direction in passes:
         errors = {}
@@ -271,6 +340,8 @@ def main():
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--passes", nargs="+", default=["forward", "backward"])
+    everyone = ["function", "option", *PEERS]
+    parser.add_argument("--names", nargs="+", default=everyone, choices=everyone)
     parser.add_argument("--row", help="of both tables; what is chosen, by default")
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
@@ -282,7 +353,7 @@ def main():
             support_rows.force(patch, operation, args.row)
         for n, dim, case in itertools.product(args.lengths, args.dims, CASES):
             if args.only in f"{case.name} {dim} {n}":
-                rows += measure(xp, case, dim, n, args.turns, args.passes)
+                rows += measure(xp, case, dim, n, args.turns, args.passes, args.names)
                 timing.save(args.json, "flex", on_gpu, rows=rows)
 
 

@@ -39,6 +39,8 @@ _MOST_WORK = {"float16": 2e12, "float32": 2e11}
 _MOST_NUMBERS = 3e8
 _MOST_SCORES = 1 << 26  # up to which the formula is tried
 _TURN_SECONDS = 2e-3
+_SAVE_SECONDS = 5  # between two times that the rows so far are written
+_COMPILING_SHARE = 0.4  # of --limit
 # Largest difference to torch's results, of numbers about 1.
 _MOST_OFF = {"float16": 1e-2, "float32": 1e-2, "float64": 1e-11}
 NUM_WORST = 20
@@ -116,7 +118,7 @@ class Attention:
                 shape = self.queries, self.keys
                 hidden = torch.ones(shape, device="cuda", dtype=torch.bool)
                 hidden = hidden.triu(1 + self.keys - self.queries)
-            added = timing.to_torch(torch, bias[0]) if bias else None
+            added = bias[0] if bias else None
             found["formula"] = lambda: _formula(torch, q, k, v, added, hidden)
         return found, compared
 
@@ -209,18 +211,25 @@ def _array(cupy, shape, dtype, fill):
     return cupy.random.standard_normal(shape, dtype=wide).astype(dtype, copy=False)
 
 
-def compile_ahead(asked, num_processes):
-    """Fill CuPy's cache by processes, as a compilation takes longer than a cell."""
-    chunks = [asked[n::num_processes] for n in range(num_processes)]
+def compile_ahead(asked, num_processes, seconds):
+    """Fill CuPy's cache by processes, as a compilation takes longer than a cell.
+
+    Cells of one panel mostly share kernels, so a process takes neighbours.
+    """
+    ordered = sorted(asked, key=lambda cell: cell.panel[0])
+    count = min(num_processes, len(ordered))
+    chunks = [timing.part(ordered, n, count) for n in range(count)]
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, spawn) as pool:
-        list(pool.map(_call_each, [chunk for chunk in chunks if chunk]))
+        list(pool.map(_call_each, chunks, [time.time() + seconds] * count))
 
 
-def _call_each(asked):
+def _call_each(asked, end):
     import cupy
 
     for cell in asked:
+        if time.time() > end:
+            break
         with contextlib.suppress(Exception):  # which measuring will report
             cell.own(cell.arrays(cupy, fill=False))()
             cupy.get_default_memory_pool().free_all_blocks()
@@ -332,13 +341,24 @@ def draw(rows, path):
     print(f"Picture: {path}")
 
 
+def below_goal(rows):
+    """The names of cells below 0.95."""
+    return [row["cell"] for row in rows if row["ratio"] < 0.95]
+
+
 def report(rows):
-    """Print the worst cells; the names of those below 0.95."""
+    """Print the worst cells."""
     for name, found in bench_landscape.worst(rows, number=NUM_WORST):
         print(f"  {found:5.2f}  {name}")
-    below = [row["cell"] for row in rows if row["ratio"] < 0.95]
-    print(f"{len(below)} of {len(rows)} cells below 0.95")
-    return below
+    print(f"{len(below_goal(rows))} of {len(rows)} cells below 0.95")
+
+
+def save(path, rows):
+    """Write the file of these rows."""
+    timing.save(
+        path, "landscape", True, date=datetime.date.today().isoformat(),
+        below_095=below_goal(rows), rows=rows,
+    )  # fmt: skip
 
 
 def main():
@@ -366,7 +386,8 @@ def main():
     if args.join:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.join]
         rows = merged([], [row for one in parts for row in one["rows"]])
-        facts = {"below_095": report(rows), "rows": rows}
+        report(rows)
+        facts = {"below_095": below_goal(rows), "rows": rows}
         joined = json.dumps(parts[0] | facts, indent=1)
         args.json.write_text(joined + "\n", encoding="utf-8")
         draw(rows, args.json.with_suffix(".png"))
@@ -385,22 +406,25 @@ def main():
     asked = [c for c in cells() if args.only in c.name and c.name not in known]
     index, count = args.part
     asked = asked[index - 1 :: count]
-    if args.jobs:
-        compile_ahead(asked, args.jobs)
+    asked = asked[::2] + asked[1::2]  # so that a run cut short has seen all panels
+    if args.jobs and asked:
+        compile_ahead(asked, args.jobs, args.limit * _COMPILING_SHARE)
     new, failed = [], []
+    saved = time.perf_counter()
     for cell in console.progress(asked, "landscape"):
         if time.perf_counter() > end:
             break
+        if time.perf_counter() > saved + _SAVE_SECONDS:
+            save(args.json, merged(old, new))
+            saved = time.perf_counter()
         try:
             new.append(measure(cupy, torch, cell, args.seconds))
         except (ValueError, RuntimeError, MemoryError) as error:
             failed.append(f"{cell.name}: {str(error).splitlines()[0]}")
     rows = merged(old, new)
     print(f"{len(asked) - len(new) - len(failed)} cells are left")
-    timing.save(
-        args.json, "landscape", True,
-        date=datetime.date.today().isoformat(), below_095=report(rows), rows=rows,
-    )  # fmt: skip
+    report(rows)
+    save(args.json, rows)
     if failed:
         raise SystemExit("\n".join(failed))
 

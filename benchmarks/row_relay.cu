@@ -11,7 +11,8 @@
 // Grid       1-D, a block a multiprocessor, all at once (a cooperative launch)
 // Memory     x once, out once, both by the copy engine; 16 bytes a block and row
 // Numbers    floats; sums of a chunk in floats, those of a row in doubles
-// Limits     a slice is a whole number of vectors and has at most kMostChunks chunks
+// Limits     a slice is a whole number of vectors and has at most kMostChunks chunks,
+//            and kRowsUnderWay slices fill the ring
 //
 // BYTES_ALONE: the same order with nothing computed, to know what memory gives.
 constexpr int kWarp = 32, kSummers = 8, kJoiners = 2, kWriters = 8;
@@ -21,6 +22,7 @@ constexpr int kPublisher = 1 + kSummers, kFirstJoiner = kPublisher + 1;
 constexpr int kFirstWriter = kFirstJoiner + kJoiners;
 constexpr int kNumWarps = kFirstWriter + kWriters;
 constexpr int kChunkBytes = 4096, kMostChunks = 32, kRowsUnderWay = 16;
+constexpr int kLine = 128;
 constexpr int kVectors = kChunkBytes / 16 / kWarp;  // of a lane
 constexpr unsigned long long kUnpublished = ~0ull;
 constexpr float kLowest = -3.4028235e38f;  // of what is no element
@@ -52,11 +54,16 @@ struct slice_t {
   int bytes, chunks;
   unsigned rows;
 
-  __device__ slice_t(long long row_bytes, int slice_bytes, unsigned rows)
-      : row_bytes(row_bytes), first((long long)blockIdx.x * slice_bytes), rows(rows) {
-    const long long left = row_bytes - first;
-    bytes = left < slice_bytes ? (left < 0 ? 0 : int(left)) : slice_bytes;
+  // Slices are whole lines of memory and differ by one at most: all blocks have about
+  // as many chunks, so none is so far ahead that a barrier of rows goes round twice.
+  __device__ slice_t(long long row_bytes, unsigned rows)
+      : row_bytes(row_bytes), first(start(blockIdx.x)), rows(rows) {
+    bytes = int(start(blockIdx.x + 1) - first);
     chunks = (bytes + kChunkBytes - 1) / kChunkBytes;
+  }
+  __device__ long long start(unsigned block) const {
+    const long long lines = (row_bytes + kLine - 1) / kLine;
+    return min(lines * block / gridDim.x * kLine, row_bytes);
   }
   __device__ long long at(unsigned row, int chunk) const {
     return row * row_bytes + first + chunk * kChunkBytes;
@@ -286,11 +293,11 @@ __device__ void write_all(char* out, char* ring, shared_t& shared, const slice_t
 // `board` has 16 bytes a block and row, all bits set.
 extern "C" __global__ void __launch_bounds__(kNumWarps* kWarp, 1)
     row_relay(const char* x, char* out, unsigned long long* board, long long row_bytes,
-              int slice_bytes, unsigned rows) {
+              unsigned rows) {
   extern __shared__ __align__(128) char ring[];
   __shared__ shared_t shared;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const slice_t slice(row_bytes, slice_bytes, rows);
+  const slice_t slice(row_bytes, rows);
   if (threadIdx.x == 0) {
     for (int s = 0; s < CHUNKS; ++s) {
       ptx::mbarrier_init(barrier_at(&shared.full[s]), 1);
@@ -298,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(kNumWarps* kWarp, 1)
       ptx::mbarrier_init(barrier_at(&shared.empty[s]), 1);
     }
     for (int r = 0; r < kRowsUnderWay; ++r) {
-      ptx::mbarrier_init(barrier_at(&shared.has_sum[r]), max(slice.chunks, 1));
+      ptx::mbarrier_init(barrier_at(&shared.has_sum[r]), slice.chunks);
       ptx::mbarrier_init(barrier_at(&shared.known[r]), 1);
     }
     ptx::fence_mbarrier_init();

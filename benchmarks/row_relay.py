@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyflash._cuda import source
 
-CHUNK_BYTES, _MOST_CHUNKS = 4096, 32
+CHUNK_BYTES, _MOST_CHUNKS, _ROWS_UNDER_WAY, _LINE = 4096, 32, 16, 128
 _SHARED_BYTES = 227 << 10
 _THREADS = 32 * 20
 _LEFT_BYTES = 12 << 10  # of shared memory, for barriers and sums
@@ -79,23 +79,24 @@ class Relay:
 
     def refusal(self, row_bytes):
         """Why rows of so many bytes are not for it; empty if they are."""
-        chunks = -(-self.slice_bytes(row_bytes) // CHUNK_BYTES)
+        lines = -(-row_bytes // _LINE)
+        least = -(-max(lines // self.blocks * _LINE - _LINE, 0) // CHUNK_BYTES)
+        most = -(-(-(-lines // self.blocks) * _LINE) // CHUNK_BYTES)
         if row_bytes % 16:
             return "a row is no whole number of vectors"
-        if not 4 <= chunks <= min(_MOST_CHUNKS, self.chunks // 2):
-            return f"{chunks} chunks of a row in a block"
+        # Barriers of rows serve for one round of the ring.
+        if not self.chunks <= _ROWS_UNDER_WAY * least:
+            return f"{least} chunks of a row in a block"
+        if most > min(_MOST_CHUNKS, self.chunks // 2):
+            return f"{most} chunks of a row in a block"
         return ""
-
-    def slice_bytes(self, row_bytes):
-        """What a block has of a row, in whole lines of 128 bytes."""
-        return -(-row_bytes // self.blocks // 128) * 128
 
     def __call__(self, x, out, board):
         """Enqueue it for the rows of x; `board` is memory for `board_bytes`."""
         rows, row_bytes = len(x), x.nbytes // len(x)
         board.data.memset_async(0xFF, self.board_bytes(rows))
-        sizes = np.int64(row_bytes), np.int32(self.slice_bytes(row_bytes))
-        arguments = (x, out, board, *sizes, np.uint32(rows))
+        sizes = np.int64(row_bytes), np.uint32(rows)
+        arguments = (x, out, board, *sizes)
         self.launch((self.blocks,), (_THREADS,), arguments)
 
     def board_bytes(self, rows):

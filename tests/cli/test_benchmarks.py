@@ -373,6 +373,98 @@ def test_cells_of_the_gpu_call_what_they_say(script):
         np.testing.assert_array_equal(cell.own([x])(), expected)
 
 
+class ArrayTensor(np.ndarray):
+    """What the landscape uses of torch's tensors; their dtype has no name."""
+
+    dtype = property(lambda self: "torch.float32")
+
+    def transpose(self, i, j):
+        return np.swapaxes(self, i, j)
+
+    def bool(self):
+        return self.astype(bool)
+
+    def tril(self, k):
+        return np.tril(self.view(np.ndarray), k).view(ArrayTensor)
+
+    def triu(self, k):
+        return np.triu(self.view(np.ndarray), k).view(ArrayTensor)
+
+    def masked_fill_(self, mask, value):
+        self[..., np.asarray(mask)] = value
+
+
+def torch_of_numpy():
+    """A torch whose attention gives back the bias or mask that it was asked for."""
+
+    def softmax(scores, axis):
+        e = np.exp(np.asarray(scores) - np.asarray(scores).max(axis, keepdims=True))
+        return e / e.sum(axis, keepdims=True)
+
+    def ones(*shape, device, dtype=float):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return np.ones(shape, dtype).view(ArrayTensor)
+
+    torch = types.SimpleNamespace(softmax=softmax, ones=ones, bool=bool)
+    torch.from_dlpack = lambda x: np.from_dlpack(x).view(ArrayTensor)
+    sdpa = lambda q, k, v, **options: options  # noqa: E731
+    functional = types.SimpleNamespace(scaled_dot_product_attention=sdpa)
+    torch.nn = types.SimpleNamespace(functional=functional)
+    return torch
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "bias"])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 5)])
+def test_others_on_the_gpu_compute_the_same(script, option, queries, keys):
+    landscape = script("bench_landscape_gpu")
+    rng = np.random.default_rng(0)
+    cell = landscape.Attention(2, queries, keys, 8, "float32", option)
+    shapes = [x.shape for x in cell.arrays(np, fill=False)]
+    arrays = [rng.standard_normal(shape, dtype="f4") for shape in shapes]
+    others, compared = cell.others(torch_of_numpy(), np, arrays)
+    own = cell.own(arrays)()
+    formula = others["formula"]().view(np.ndarray)
+    np.testing.assert_allclose(formula, own, 1e-5, 1e-6)
+    assert own[compared].shape == own.shape
+    options = others["torch"]()
+    if option == "bias":
+        np.testing.assert_array_equal(options["attn_mask"].view(np.ndarray), arrays[3])
+    elif option == "causal" and queries != keys:
+        seen = np.tri(queries, keys, keys - queries, dtype=bool)
+        np.testing.assert_array_equal(options["attn_mask"].view(np.ndarray), seen)
+    else:
+        assert options == ({"is_causal": True} if option == "causal" else {})
+
+
+def test_the_landscape_keeps_what_it_has_measured(script, tmp_path, monkeypatch):
+    """Rows are on disk before the run is over: a killed one loses seconds of it."""
+    landscape = script("bench_landscape_gpu")
+    path = tmp_path / "landscape.json"
+    cells = landscape.cells()[:3]
+    monkeypatch.setattr(landscape, "cells", lambda: cells)
+    monkeypatch.setattr(landscape, "_SAVE_SECONDS", 0)
+    monkeypatch.setattr(
+        landscape.timing,
+        "save",
+        lambda path, *_, **content: path.write_text(json.dumps(content)),
+    )
+    for name in ("cupy", "torch"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+
+    def measure(cupy, torch, cell, seconds):
+        if cell is cells[1]:  # the last, as every second cell comes first
+            raise KeyboardInterrupt
+        return {"cell": cell.name, "ratio": 1.0}
+
+    monkeypatch.setattr(landscape, "measure", measure)
+    command = ["--jobs", "0", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["bench_landscape_gpu.py", *command])
+    with pytest.raises(KeyboardInterrupt):
+        landscape.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["cell"] for row in rows] == [cells[0].name, cells[2].name]
+
+
 def test_the_picture_of_the_gpu_has_every_cell(script):
     landscape = script("bench_landscape_gpu")
     cells = landscape.cells()

@@ -39,7 +39,7 @@ _MOST_KEYS = 2048
 _FEW_KEYS = 16
 # Numbers of k and v beyond which a single row does so, too: Ctrl-C waits for each step.
 _MOST_OF_A_ROW = 1 << 25
-# Boxes that a thread takes, so that all end at one time.
+# Boxes that a thread takes, if each is worth one, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
 # matrix times vector, and matrix times matrix; and those of a product of vectors, of
@@ -78,7 +78,9 @@ def shape_of_a_box(problem):
     total = math.prod(problem.batch) * problem.num_heads
     threads = num_threads(problem)
     if threads > 1:
-        most = min(most, -(-total // (_BOXES_OF_A_THREAD * threads)))
+        work = total * cost_of_an_entry(problem) // threads
+        boxes = max(1, min(work // WORTH_A_THREAD, _BOXES_OF_A_THREAD))
+        most = min(most, -(-total // (boxes * threads)))
     return max(1, min(most, total)), rows
 
 

@@ -985,3 +985,25 @@ def test_gradients_over_some_of_the_keys():
     for name in ("dk", "dv"):
         parts = np.concatenate([getattr(half, name) for half in halves], axis=2)
         assert np.allclose(parts, getattr(whole, name), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_queries", [1, 3, 40])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_one_key_is_the_result(batch, num_queries, causal):
+    """Softmax of one score is 1; a NaN stays in its row, and lse is the score."""
+    rng = np.random.default_rng(num_queries)
+    q = rng.standard_normal((batch, 1, num_queries, 4))
+    k, v = rng.standard_normal((2, batch, 1, 1, 4))
+    q[0, 0, -1, 0] = np.nan
+    for _ in range(2):  # the second call needs no checks
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        plain = cupyflash.attention(q, k, v, causal=causal)
+        for result in (out, plain):
+            assert np.isnan(result[0, 0, -1]).all()
+            np.testing.assert_array_equal(result[1:, :, -1], v[1:, :, 0])
+            hidden = result[:, :, :-1]
+            expected = np.zeros_like(hidden) if causal else v + 0 * hidden
+            np.testing.assert_array_equal(hidden, expected)
+        score = (q * k).sum(-1)[:, :, -1] / 2
+        np.testing.assert_allclose(lse[:, :, -1], score, rtol=1e-14, atol=1e-15)

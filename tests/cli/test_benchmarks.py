@@ -569,7 +569,7 @@ def test_rows_on_all_multiprocessors_are_right():
     script = ROOT / "tests" / "support" / "emulation" / "row_relay_run.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agrees") == 6
+    assert done.stdout.count("agrees") == 8
 
 
 # --- Triton --------------------------------------------------------------------------

@@ -32,8 +32,15 @@ inline void store_bulk(void* target, unsigned source, unsigned bytes,
 inline void fence_shared_writes() {}
 """
 # Blocks, chunks of the ring, rows, floats of a row: slices that end within a chunk, a
-# block with less than others, more rows than are under way.
-CASES = ((3, 10, 7, 12_384), (4, 16, 20, 20_000), (2, 53, 5, 32_768))
+# block with less than others, more rows than are under way. In the last, whole lines
+# rounded up would leave one block half as many chunks as the others have, and a ring of
+# more rows than there are barriers for.
+CASES = (
+    (3, 10, 7, 12_384),
+    (4, 16, 20, 20_000),
+    (2, 53, 5, 32_768),
+    (40, 53, 30, 126_752),
+)
 
 
 class Emulated(row_relay.Relay):

@@ -98,6 +98,7 @@ struct alignas(64) inputs_t {
   float to_log2;  // from scores, or from q.k, to exponents of 2
   float margin;   // kLazyLog2 in the unit of the scores
   cap_t cap;
+  float scale;  // of params_t, rounded
 };
 
 // Output of the combined splits.
@@ -387,14 +388,15 @@ struct producer_t {
         load_listed(at, tiles, row_block);
         if (!careful) orders.next = next + gridDim.x;
       } else {
+        const tile_order_t order = order_of(tiles, args.score.scores_of(at), row_last);
         for (int n = 0; n <= count; ++n) {
-          if (n < count) load_k(at, num_tiles + n, (tiles.last - 1 - n) * kBlockN);
+          if (n < count) load_k(at, num_tiles + n, order.tile(n) * kBlockN);
           if (n == 0) {
             load_q(at, row_block);
             if (!careful)
               orders.next = next + gridDim.x;  // the atomic has returned by now
           } else {
-            load_v(at, num_tiles + n - 1, tiles.last - n);
+            load_v(at, num_tiles + n - 1, order.tile(n - 1));
           }
         }
       }
@@ -518,6 +520,7 @@ struct work_t {
   function_rows_t functions;
   split_t split;
   tiles_t tiles;
+  tile_order_t order;
   int count;  // of tiles of keys
   int num_rows, row_block, row_group;
   int row_thread;  // this thread's first row; the second is 8 further
@@ -541,6 +544,7 @@ struct work_t {
                      : split_of(tiles_of(bounds, row_block, row_block, seqlen_k),
                                 number, args.schedule());
     tiles = split.tiles;
+    order = order_of(tiles, scores, min(row_block + kBlockM, num_rows));
     count = opaque(tiles.last - tiles.first);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -559,6 +563,7 @@ struct work_t {
     rows.set(scores, i);
     functions.set<true, false>(args.score, scores, i);
     whole_end = count;
+    if constexpr (kFromDiagonal) masked_end = count;
     if constexpr (kBounds > 0 && !kListsTiles) {
       const tiles_t own = tiles_of(bounds, row_group, row_group_last, seqlen_k);
       skipped = tiles.last - max(own.last, tiles.first + 1);
@@ -695,7 +700,9 @@ struct consumer_t {
   // Turns products into final scores.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late) {
-    finish_scores<kMasked>(work, n, late, (work.tiles.last - 1 - n) * kBlockN, kMasked);
+    const int tile = work.order.tile(n);
+    const bool is_masked = kMasked && (!kFromDiagonal || work.order.is_last(tile));
+    finish_scores<kMasked>(work, n, late, tile * kBlockN, is_masked);
   }
   // With a mask function, `is_masked` says whether the tile has hidden keys.
   template <bool kMasked>
@@ -714,10 +721,10 @@ struct consumer_t {
       if constexpr (kTermsOfKeys) {
         wait(smem.key_ring.full_at(slot), number / kKeySlots & 1);
       }
-      score_mod<kMasked>(s, work.scores, work.rows, args.params(), args.inputs.cap,
-                         shared.key_terms[slot].terms + lane % 4 * 2, work.i, j,
-                         static_cast<int>(args.params().seqlen_k) - j, args.score,
-                         work.functions);
+      score_mod<kMasked>(s, work.scores, work.rows, args.params(), args.inputs.scale,
+                         args.inputs.cap, shared.key_terms[slot].terms + lane % 4 * 2,
+                         work.i, j, static_cast<int>(args.params().seqlen_k) - j,
+                         args.score, work.functions);
       if constexpr (kTermsOfKeys) {
         __syncwarp();
         if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
@@ -950,10 +957,11 @@ struct consumer_t {
     wait(smem.q_ring.full_at(w), num_done & 1);
     first_step(work, row);
     int n = work.skipped + 1;
-    if constexpr (kBounds > 0) {
+    if constexpr (kBounds > 0 || kFromDiagonal) {
 #pragma unroll 1
       for (; n < work.masked_end; ++n) step<true>(work, row, n);
     }
+    if constexpr (kFromDiagonal) return;
     // A separate counter: comparing n would move it out of the uniform registers.
     unsigned left = max(work.whole_end - n, 0);
 #pragma unroll 1

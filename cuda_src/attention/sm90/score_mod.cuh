@@ -353,11 +353,13 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
 // before the softmax. Number e belongs to query i[row_of(e)] and key j + column_of(e).
 // With kTail, keys from j + left on do not exist.
 template <bool kTail>
-__device__ __forceinline__ void score_mod(
-    float (&s)[kScores], const scores_t& scores, const score_rows_t& rows,
-    const params_t& params, const cap_t& cap, const float* key_terms, const int (&i)[2],
-    int j, int left, const score_arguments_t& score, const function_rows_t& functions) {
-  const float scale = static_cast<float>(params.scale);
+__device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& scores,
+                                          const score_rows_t& rows,
+                                          const params_t& params, float scale,
+                                          const cap_t& cap, const float* key_terms,
+                                          const int (&i)[2], int j, int left,
+                                          const score_arguments_t& score,
+                                          const function_rows_t& functions) {
   constexpr bool kAlibiFirst = kHasAlibi && !kHasSoftcap && !kHasScoreFunction;
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));
@@ -370,19 +372,30 @@ __device__ __forceinline__ void score_mod(
     // Distances are exact up to 2^24 and rounded twice beyond. The second row lies 8
     // below the first: it has the distances that the first had 8 columns earlier.
     const float distance = static_cast<float>(scores.diagonal(i[0]) - j);
-    auto term_of = [&](int further) {
-      return -scores.slope() * fabsf(distance + static_cast<float>(further));
-    };
-    auto add = [&](float& x, float term) {
-      x = kAlibiFirst ? fmaf(x, scale, term) : x + term;
-    };
-    float before[2] = {term_of(8), term_of(7)};
+    auto add_terms = [&](const auto& term_of) {
+      auto add = [&](float& x, float term) {
+        x = kAlibiFirst ? fmaf(x, scale, term) : x + term;
+      };
+      float before[2] = {term_of(8), term_of(7)};
 #pragma unroll
-    for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
-      const float now = term_of(-column_of(e));
-      add(s[e], now);
-      add(s[e + 2], before[e % 4]);
-      before[e % 4] = now;
+      for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
+        const float now = term_of(-column_of(e));
+        add(s[e], now);
+        add(s[e + 2], before[e % 4]);
+        before[e % 4] = now;
+      }
+    };
+    // Where all keys lie on one side of the queries, a term is linear in the column.
+    const bool has_both_sides = distance > -8 && distance < kBlockN - 7;
+    if (__any_sync(kFullMask, has_both_sides)) {
+      add_terms([&](int further) {
+        return -scores.slope() * fabsf(distance + static_cast<float>(further));
+      });
+    } else {
+      const float slope = distance > 0 ? -scores.slope() : scores.slope();
+      const float first = slope * distance;
+      add_terms(
+          [=](int further) { return fmaf(slope, static_cast<float>(further), first); });
     }
   }
   if constexpr (kTermsOfKeys) {

@@ -88,6 +88,12 @@ enum : bool { kListsTiles = kHasMaskFunction };
 // Work tiles differ in length, so blocks take them from a counter.
 constexpr bool kDynamic = kHidesSome || kHasLengths;
 
+// Alibi and no other term: tiles of keys are taken from the diagonal on, where scores
+// are largest, so that the reference of a row seldom moves.
+constexpr bool kFromDiagonal = kHasAlibi && kBounds == 0 && kNumGroups > 1 &&
+                               !kHasSoftcap && !kHasBias && !kHasMask &&
+                               !kHasScoreFunction && !kListsTiles;
+
 // The bounds on the keys differ by batch entry and are known on the device only.
 constexpr bool kBoundsPerTile = kHasLengths || kHasQueryOffsets;
 
@@ -185,6 +191,30 @@ __device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& bounds, int row
     const int last = (keys.last + kBlockN - 1) / kBlockN;
     return first < last ? tiles_t{first, last} : tiles_t{0, 1};
   }
+}
+
+// The order in which a work tile takes its tiles of keys: from the last one to the
+// first. With kFromDiagonal it starts at the tile that has the position of its last
+// query, and the tiles behind that one come last.
+struct tile_order_t {
+  tiles_t tiles;
+  int start;
+
+  __device__ __forceinline__ int tile(int n) const {
+    const int tile = start - n;
+    const bool is_behind = kFromDiagonal && tile < tiles.first;
+    return is_behind ? tile + tiles.last - tiles.first : tile;
+  }
+  // Whether keys of the tile may not exist.
+  __device__ __forceinline__ bool is_last(int tile) const {
+    return tile == tiles.last - 1;
+  }
+};
+__device__ __forceinline__ tile_order_t order_of(const tiles_t& tiles,
+                                                 const scores_t& scores, int row_last) {
+  if constexpr (!kFromDiagonal) return {tiles, tiles.last - 1};
+  const index_t tile = scores.diagonal(query_end(row_last) - 1) / kBlockN;
+  return {tiles, static_cast<int>(clamp(tile, tiles.first, tiles.last - 1))};
 }
 
 // The part of a work tile in the key tiles of its queries. An empty part is represented

@@ -76,6 +76,7 @@ HOPPER_INPUTS = Struct(
         ("double", "from_log2"),
         ("float", "to_log2", "margin"),
         (CAP, "cap"),
+        ("float", "scale"),
     ),
     alignment=64,
 )
@@ -395,6 +396,8 @@ class HopperKernel:
         if bounds == 0 and not has_lengths(problem) and not problem.mask_function:
             in_cache = 1  # blocks walk through a head side by side
         num_sections = -(-heads // max(1, in_cache))
+        with np.errstate(over="ignore"):  # as a conversion on the device
+            scale = np.float32(problem.scale)
         return {
             "num_work_tiles": self._num_tiles(problem, tile) * num_splits,
             "num_blocks": num_blocks,
@@ -404,6 +407,7 @@ class HopperKernel:
             "section": -(-heads // num_sections),
             **_exponents(problem),
             "cap": cap_of(problem),
+            "scale": scale,
         }
 
 

@@ -478,6 +478,47 @@ def test_against_the_oracle(cupy, rng, dtype, shape, kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("seqlens", "options"),
+    [
+        ((700, 700), {}),
+        ((700, 700), {"causal": True}),
+        ((200, 900), {}),  # parts of the keys; queries behind the last key
+        ((900, 200), {}),
+        ((300, 900), {"query_offset": 0}),
+        ((300, 900), {"query_offset": 333}),
+        ((300, 500), {"query_offset": -1000}),
+        ((300, 500), {"query_offset": 10_000}),
+        ((500, 600), {"key_lengths": (600, 450, 1, 0)}),
+        ((500, 600), {"query_lengths": (200, 500, 0, 1), "query_offset": (0, 7, 9, 2)}),
+    ],
+)
+def test_alibi_on_both_sides(cupy, rng, seqlens, options, head_dim):
+    """The tile of keys that comes first is that of the diagonal, if there is one."""
+    queries, keys = seqlens
+    q, k, v = (
+        rng.normal(size=(4, 6, n, head_dim)).astype(np.float16)
+        for n in (queries, keys, keys)
+    )
+    slopes = np.float32([1, 0.1, 0.004, 0, -0.002, -0.3])
+    options = {
+        name: np.array(x) if isinstance(x, tuple) else x for name, x in options.items()
+    }
+    options["alibi_slopes"] = slopes
+    given = placed(cupy, options)
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    out, lse = cupyflash.attention(*arrays, **given, return_lse=True)
+    exact, exact_lse, size = oracle.attention(q, k, v, real=np.float64, **options)
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    largest = np.abs(exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + largest)
+    bound = BOUNDS["attention"]["float16"] + 2.0**-23 * largest  # of the scores
+    assert max_error(out, exact) <= bound * np.abs(exact).max()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 20.0}])
 @pytest.mark.parametrize("scores", ["negative", "rising", "falling", "0", "-0"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -121,6 +121,7 @@ struct arguments_t {
   elem_t* combined;
   float* combined_lse;
   tile_lists_t tile_lists;
+  mask_bits_t mask_bits;
   score_arguments_t score;
 
   __device__ __forceinline__ const schedule_t& schedule() const {
@@ -561,6 +562,7 @@ struct work_t {
     i[0] = query_of(min(row_thread, num_rows - 1));
     i[1] = query_of(min(row_thread + 8, num_rows - 1));
     rows.set(scores, i);
+    rows.set(args.mask_bits, at, i, lane);
     functions.set<true, false>(args.score, scores, i);
     whole_end = count;
     if constexpr (kFromDiagonal) masked_end = count;
@@ -606,6 +608,7 @@ struct consumer_t {
   float s[kScores], o[kOutputs];
   unsigned p[kBlockN / 16][4];
   key_bias_t key_bias;  // arrives together with its tile of k
+  unsigned shown[2];    // with kMaskBits: which keys of the tile the rows see
 
   __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
                                         const addresses_t& smem, int group)
@@ -689,6 +692,15 @@ struct consumer_t {
     }
     return false;
   }
+  // Loads what the mask shows of tile n, long before finish_scores() needs it.
+  __device__ __forceinline__ void load_shown(const work_t& work, int n) {
+    if constexpr (kMaskBits) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        shown[r] = __ldg(work.rows.bits[r] + work.order.tile(n) * 4);
+      }
+    }
+  }
   __device__ __forceinline__ void load_key_bias(unsigned stage) {
     if constexpr (kBiasBehind) {
       key_bias.load(shared.key_terms[stage].terms + lane % 4 * 2);
@@ -730,6 +742,7 @@ struct consumer_t {
         if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
       }
     }
+    if constexpr (kMaskBits) hide_unshown(s, shown);
     if (kMasked && is_masked) mask(work, j0);
   }
   // Hides the keys from j0 on that the rows do not see by their position.
@@ -768,6 +781,7 @@ struct consumer_t {
     const int skipped = work.skipped;
     const unsigned number = num_tiles + skipped, stage = stage_of(number);
     const bool late = begin_scores(skipped);
+    load_shown(work, skipped);
     wait(smem.k_ring.full_at(stage), parity_of(number));
     start_qk(stage);
     load_key_bias(stage);
@@ -792,6 +806,7 @@ struct consumer_t {
   __device__ __forceinline__ void step(const work_t& work, softmax_t& row, int n) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     const unsigned before = number - 1, stage_v = stage_of(before);
+    load_shown(work, n);
     wait(smem.k_ring.full_at(stage), parity_of(number));
     const bool late = begin_scores(n);
     pingpong_wait();
@@ -1238,12 +1253,12 @@ struct consumer_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_hopper(const __grid_constant__ inputs_t inputs,
-                     out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
-                     lse_t* __restrict__ lse,  // (batch, heads, queries), or null
-                     counter_t* __restrict__ counter,
-                     COMBINED_PARAMETERS LISTS_PARAMETER SCORE_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper(
+    const __grid_constant__ inputs_t inputs,
+    out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
+    lse_t* __restrict__ lse,  // (batch, heads, queries), or null
+    counter_t* __restrict__ counter,
+    COMBINED_PARAMETERS LISTS_PARAMETER MASK_BITS_PARAMETER SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[kBarriers];
   __shared__ tile_info_t tile_infos[2];
@@ -1251,8 +1266,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ key_terms_t key_terms[kKeySlots];
   __shared__ unsigned listed[kListsTiles ? kStages : 1];
   __shared__ bool is_last_part;
-  const arguments_t args = {
-      inputs, out, lse, counter, COMBINED_ARGUMENTS, LISTS_ARGUMENT, {SCORE_ARGUMENTS}};
+  const arguments_t args = {inputs,
+                            out,
+                            lse,
+                            counter,
+                            COMBINED_ARGUMENTS,
+                            LISTS_ARGUMENT,
+                            MASK_BITS_ARGUMENT,
+                            {SCORE_ARGUMENTS}};
   const shared_t shared = {tile_infos, orders, key_terms, listed, is_last_part, tiles};
   const addresses_t smem(tiles, barriers);
 

@@ -230,6 +230,7 @@ __device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* 
 struct score_rows_t {
   const bias_t* bias[2];
   const bool* mask[2];
+  const unsigned* bits[2];  // with kMaskBits
 
   __device__ __forceinline__ void set(const scores_t& scores, const int (&i)[2]) {
 #pragma unroll
@@ -239,13 +240,33 @@ struct score_rows_t {
         ptx::launder(
             bias[r]);  // keep the full address, computed before the loop over keys
       }
-      if constexpr (kHasMask && !kTermsOfKeys) {
+      if constexpr (kHasMask && !kTermsOfKeys && !kMaskBits) {
         mask[r] = scores.mask_at(i[r], 0);
         ptx::launder(mask[r]);
       }
     }
   }
+  __device__ __forceinline__ void set(const mask_bits_t& mask_bits,
+                                      const tile_coord_t& at, const int (&i)[2],
+                                      int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kMaskBits) bits[r] = mask_bits.of(at, i[r], lane);
+    }
+  }
 };
+
+// Hides the scores of which `shown` has no bit: a word for each row, a bit for each of
+// its columns.
+__device__ __forceinline__ void hide_unshown(float (&s)[kScores],
+                                             const unsigned (&shown)[2]) {
+  static_assert(kScores <= 64, "a row of a thread has more columns than a word bits");
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) {
+    const int bit = e / 4 * 2 + e % 2;
+    if ((shown[row_of(e)] >> bit & 1) == 0) s[e] = -infinity<float>();
+  }
+}
 
 // What score and mask functions computed once for a head and this thread's rows.
 struct function_rows_t {
@@ -322,7 +343,6 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
                                           const score_arguments_t& score,
                                           const tile_coord_t& at, const int (&i)[2],
                                           int j) {
-  static_assert(kScores <= 64, "a row of a thread has more columns than a word bits");
   const score_function_t function = score.function();
   function_rows_t rows;
   rows.set<false, true>(score, score.scores_of(at), i);
@@ -342,11 +362,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
       before[odd] = now;
     }
   }
-#pragma unroll
-  for (int e = 0; e < kScores; ++e) {
-    const int bit = e / 4 * 2 + e % 2;
-    if ((shown[row_of(e)] >> bit & 1) == 0) s[e] = -infinity<float>();
-  }
+  hide_unshown(s, shown);
 }
 
 // Turns products q.k of a tile into final scores; every score passes through here
@@ -418,7 +434,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& s
       if (exists(e)) s[e] += to<float>(from[row_of(e)][column_of(e) * step]);
     }
   }
-  if constexpr (kHasMask) {
+  if constexpr (kHasMask && !kMaskBits) {
     const index_t at_j = kUnitColumns ? j : j * params.mask.col;
     const bool* const from[2] = {rows.mask[0] + at_j, rows.mask[1] + at_j};
     const index_t step = fresh(params.mask.col);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/operands.cuh"
+#include "attention/score/mask_bits.cuh"
 #include "attention/score/score.cuh"
 #include "attention/score/tile_lists.cuh"
 
@@ -73,9 +74,13 @@ constexpr bool kKeyBias = IS_GIVEN(KEY_BIAS);
 static_assert(!kKeyBias || (kTermsOfKeys && kAddsBiasAlone && !kScaleScores));
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
+// A mask array and no other score option, as bits that a kernel before has made.
+constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
+static_assert(!kMaskBits || (kHasMask && !kTermsOfKeys));
 // Whether scores are finished one by one before the softmax, or it scales them.
-constexpr bool kHasTerms = !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias ||
-                                         kHasAlibi || kHasMask || kHasScoreFunction);
+constexpr bool kHasTerms =
+    !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi ||
+                  (kHasMask && !kMaskBits) || kHasScoreFunction);
 // A softcap alone: it maps products directly to exponents of 2.
 constexpr bool kCapOnly = kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask &&
                           !kScaleScores && !kHasScoreFunction && !kHasMaskFunction;
@@ -201,9 +206,9 @@ struct tile_order_t {
   int start;
 
   __device__ __forceinline__ int tile(int n) const {
+    if constexpr (!kFromDiagonal) return tiles.last - 1 - n;
     const int tile = start - n;
-    const bool is_behind = kFromDiagonal && tile < tiles.first;
-    return is_behind ? tile + tiles.last - tiles.first : tile;
+    return tile < tiles.first ? tile + tiles.last - tiles.first : tile;
   }
   // Whether keys of the tile may not exist.
   __device__ __forceinline__ bool is_last(int tile) const {
@@ -212,7 +217,7 @@ struct tile_order_t {
 };
 __device__ __forceinline__ tile_order_t order_of(const tiles_t& tiles,
                                                  const scores_t& scores, int row_last) {
-  if constexpr (!kFromDiagonal) return {tiles, tiles.last - 1};
+  if constexpr (!kFromDiagonal) return {tiles, 0};
   const index_t tile = scores.diagonal(query_end(row_last) - 1) / kBlockN;
   return {tiles, static_cast<int>(clamp(tile, tiles.first, tiles.last - 1))};
 }

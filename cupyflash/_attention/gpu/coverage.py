@@ -4,12 +4,12 @@ import functools
 import itertools
 from collections.abc import Iterator
 
-from cupyflash._attention.gpu import diagonals, samples
+from cupyflash._attention.gpu import diagonals, mask_bits, samples
 from cupyflash._attention.gpu.combine_config import few_config, parts_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.forward import FusedKernel
-from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._attention.gpu.sm90.forward import HopperKernel, has_mask_bits
 from cupyflash._attention.problem import MergeProblem
 from cupyflash._core.dtypes import FLOATS
 from cupyflash._cuda import kernel
@@ -39,6 +39,9 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             if isinstance(row, HopperKernel) and problem.mask_function is not None:
                 lists = row.tile_lists(problem).config(problem, batch_dims)
                 found[row.name, lists.variant] = None
+            if isinstance(row, HopperKernel) and has_mask_bits(problem):
+                bits = mask_bits.config(row.tile(problem).block_n, batch_dims)
+                found[row.name, bits.variant] = None
         is_old = kernel.refuse_old_device(problem.dtype, device) is not None
         if problem.score is not None and not is_old:
             found["diagonals", diagonals.config(problem).variant] = None

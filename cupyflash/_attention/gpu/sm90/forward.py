@@ -345,12 +345,14 @@ class HopperKernel:
             switches["STAGED_COLUMNS"] = columns
         if self.combines(problem, device):
             switches["COMBINE"] = 1
+        if has_mask_bits(problem):
+            switches["MASK_BITS"] = 1
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
                 if _is_key_bias(problem):
                     switches["KEY_BIAS"] = 1
-            elif problem.terms == "unit":
+            elif problem.terms == "unit" and not has_mask_bits(problem):
                 switches["UNIT_COLUMNS"] = 1
         num_work_tiles = self._num_tiles(problem, tile) * num_splits
         return launch_config(
@@ -477,9 +479,27 @@ def _is_key_bias(problem):
     return problem.bias is not None and alone
 
 
+def has_mask_bits(problem: AttentionProblem) -> bool:
+    """Whether a kernel before makes bits of the mask: kMaskBits of the kernel.
+
+    Not where other options take registers, nor for few queries, where a launch counts.
+    """
+    others = (problem.bias, problem.alibi_slopes)
+    return (
+        problem.mask is not None
+        and problem.terms != "keys"
+        and problem.seqlen_q > HOPPER_GROUP_ROWS
+        and all(x is None for x in others)
+        and not problem.softcap
+        and not problem.has_functions
+        and scale_is_plain(problem.scale)
+    )
+
+
 def _adds_terms(problem):
     """Whether scores are finished before the softmax: kHasTerms of the kernel."""
-    arrays = (problem.bias, problem.mask, problem.alibi_slopes, problem.score)
+    mask = None if has_mask_bits(problem) else problem.mask
+    arrays = (problem.bias, mask, problem.alibi_slopes, problem.score)
     has_terms = any(x is not None for x in arrays) or problem.softcap > 0
     is_plain = scale_is_plain(problem.scale) and not has_terms
     return not is_plain and not _is_key_bias(problem)

@@ -2,11 +2,16 @@
 
 from typing import Any
 
+from cupyflash._attention.gpu import mask_bits
 from cupyflash._attention.gpu.combine import combine_launch
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.params import contiguous_strides, new_out_strides
 from cupyflash._attention.gpu.plan import pack_params
-from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS, split_states
+from cupyflash._attention.gpu.sm90.forward import (
+    HOPPER_INPUTS,
+    has_mask_bits,
+    split_states,
+)
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
 from cupyflash._core.strides import element_strides
 from cupyflash._cuda.launch_sequence import Counter, Steps
@@ -45,6 +50,11 @@ def hopper_steps(row, problem, operands, device) -> Steps:
         before.append(lists.step(problem, batch_dims, params))
         scratch[lists.name] = lists.num_bytes(problem)
         rest = lists.argument(problem), *rest
+    if has_mask_bits(problem):
+        bits = mask_bits.MaskBits.of(problem, fields, tile.block_n)
+        before.append(bits.step())
+        scratch[mask_bits.NAME] = bits.num_bytes
+        rest = bits.argument(), *rest
     num_splits = schedule["num_splits"]
     if num_splits == 1:
         main_step = main, (inputs, "out", "lse", counter, *rest)

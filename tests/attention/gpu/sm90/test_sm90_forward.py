@@ -518,6 +518,45 @@ def test_alibi_on_both_sides(cupy, rng, seqlens, options, head_dim):
     assert max_error(out, exact) <= bound * np.abs(exact).max()
 
 
+MASKS = {
+    # shape of the memory, and the view of it that is the mask
+    "of all": ((2, 6, 500, 700), lambda x: x),
+    "of heads": ((6, 500, 700), lambda x: x),
+    "of entries": ((2, 1, 500, 700), lambda x: x),
+    "shared": ((500, 700), lambda x: x),
+    "part": ((6, 510, 720), lambda x: x[:, 4:504, 7:707]),  # rows start anywhere
+    "reversed": ((500, 700), lambda x: x[::-1, ::-1]),
+    "steps": ((1000, 1400), lambda x: x[::2, ::2]),
+    "transposed": ((2, 1, 700, 500), lambda x: x.swapaxes(-1, -2)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (200, 10)}, {"key_lengths": (650, 3)}]
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mask_bits_of_any_strides(cupy, rng, head_dim, options, name):
+    shape, view = MASKS[name]
+    memory = rng.random(shape) < 0.7
+    mask, mask_there = view(memory), view(place(cupy, memory))
+    q, k, v = (
+        rng.normal(size=(2, 6, n, head_dim)).astype(np.float16) for n in (500, 700, 700)
+    )
+    options = {n: np.array(x) if n == "key_lengths" else x for n, x in options.items()}
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    given = placed(cupy, options)
+    out, lse = cupyflash.attention(*arrays, mask=mask_there, **given, return_lse=True)
+    exact, exact_lse, size = oracle.attention(
+        q, k, v, real=np.float64, mask=mask, **options
+    )
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + np.abs(exact_lse[finite]).max())
+    assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 20.0}])
 @pytest.mark.parametrize("scores", ["negative", "rising", "falling", "0", "-0"])

@@ -67,6 +67,7 @@ ATTENTION_GPU = (
         "combine_config",
         "copy_config",
         "diagonals",
+        "mask_bits",
         "tile_lists",
         "gradient_config",
         "gradient_layout",

@@ -66,8 +66,13 @@ class MaskBits(NamedTuple):
     def step(self) -> "Step":
         """The launch that makes them, with its arguments."""
         num_rows = math.prod(self.shape)
-        rows = {"num_rows": num_rows, "seqlen_k": self.seqlen_k, "col": self.col}
-        rows |= {"size": self.shape, "step": self.steps}
+        rows = {
+            "num_rows": num_rows,
+            "seqlen_k": self.seqlen_k,
+            "col": self.col,
+            "size": self.shape,
+            "step": self.steps,
+        }
         packed = MASK_ROWS.pack(rows, kMaskAxes=len(self.shape))
         return config(self.block_n, len(self.shape) - 2, num_rows), (
             "mask",

@@ -655,6 +655,7 @@ struct mainloop_t : mma_t {
     exponentiate<0, kScores>(args.inputs.to_log2, [&](int n) {
       return n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
     });
+    round_p<0, kScores>();
   }
   // Computes dS for the block in a stage of dO.
   __device__ __forceinline__ void make_ds_of(unsigned dout_stage) {

@@ -32,14 +32,16 @@ constexpr int kScores = kBlockM / 2;  // numbers of S, P, dP and dS per thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
-// S = k q^T or dP = v dO^T. A step covers 16 columns, 32 bytes of each 128-byte row.
-__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
+// S = k q^T or dP = v dO^T, or those of a part of the queries. A step covers 16 columns,
+// 32 bytes of each 128-byte row.
+template <int kCount>
+__device__ __forceinline__ void multiply_scores(float (&s)[kCount],
                                                 unsigned long long kv,
                                                 unsigned long long qd) {
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int chunk = step / 4, inside = step % 4 * 32;
-    ptx::wgmma_t<elem_t, kBlockM>::ss(s, kv + (chunk * kChunkN + inside) / 16,
+    ptx::wgmma_t<elem_t, 2 * kCount>::ss(s, kv + (chunk * kChunkN + inside) / 16,
                                       qd + (chunk * kChunkM + inside) / 16, step > 0);
   }
 }
@@ -85,8 +87,8 @@ struct tile_info_t {
   }
 };
 
-// A bit for each score of a thread that a mask function hides, or positions: the first
-// query at position `i`, the first key `j`; hidden are queries before column `first`
+// A bit for each of 32 scores of a thread that a mask function hides, or positions: the
+// first query at position `i`, the first key `j`; hidden are queries before column `first`
 // and after `last`, for a row 8 further on those columns plus 8, and rows from
 // `num_keys` on. A loop rather than 32 copies of the function.
 __device__ __forceinline__ unsigned hidden_scores(const score_function_t& function,
@@ -97,7 +99,7 @@ __device__ __forceinline__ unsigned hidden_scores(const score_function_t& functi
                                   function.of_key<false, true>(head, j + 8)};
   unsigned hidden = 0;
 #pragma unroll 2
-  for (int n = 0; n < kScores / 4; ++n) {
+  for (int n = 0; n < 8; ++n) {
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
       const int column = n * 8 + odd;
@@ -204,14 +206,15 @@ struct mma_t {
   }
 
   // The same for the scores whose bit is set.
-  __device__ __forceinline__ void hide(unsigned bits, float hidden) {
+  __device__ __forceinline__ void hide(const unsigned (&bits)[kScores / 32],
+                                       float hidden) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      if (bits >> e & 1) s[e] = hidden;
+      if (bits[e / 32] >> e % 32 & 1) s[e] = hidden;
     }
   }
 
-  // s becomes P, and p the same as an A operand; `lse(n)` is pair n of lse.
+  // s becomes P; `lse(n)` is pair n of lse.
   template <int kBegin, int kEnd, typename Lse>
   __device__ __forceinline__ void exponentiate(float to_log2, const Lse& lse) {
 #pragma unroll
@@ -221,10 +224,6 @@ struct mma_t {
       s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * to_log2 - l.y);
       s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * to_log2 - l.x);
       s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * to_log2 - l.y);
-    }
-#pragma unroll
-    for (int e = kBegin; e < kEnd; e += 2) {
-      p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
     }
   }
 
@@ -241,6 +240,10 @@ struct mma_t {
                                e % 2 == 0 ? l.x : l.y);
       s[e] = ptx::ex2_approx_ftz(s[e] * to_log2 - minus);
     }
+  }
+
+  // p becomes P, which is in s, as an A operand.
+  template <int kBegin, int kEnd> __device__ __forceinline__ void round_p() {
 #pragma unroll
     for (int e = kBegin; e < kEnd; e += 2) {
       p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);

@@ -35,7 +35,9 @@
 #include "ptx/shared.cuh"
 
 constexpr int kGroups = 2, kConsumers = 128 * kGroups;
-static_assert(kNumThreads == kConsumers + 128 && kHeadDim == 128 && kBlockM == 64);
+static_assert(kNumThreads == kConsumers + 128 && kHeadDim * kBlockM == 128 * 64);
+// With 64 columns, sums leave registers for twice as many queries.
+constexpr bool kIsWide = kBlockM == 128;
 // setmaxnreg redistributes the registers of the block, 168 per thread.
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
@@ -46,7 +48,7 @@ constexpr bool kHasOptions = kHasAlibi || kHasMaskFunction;
 // Of a warp at a barrier. racecheck does not follow __syncwarp() and one arrival.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 // How many of the pairs of lse and delta of a thread are prefetched.
-constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kHasOptions ? 3 : 4;
+constexpr int kEarlyLse = 8, kEarlyDelta = kIsWide ? 0 : kHasOptions ? 3 : 4;
 
 // --- shared memory
 
@@ -190,16 +192,19 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
-// Stores a warp's 16 rows of a gradient, of which `num_rows` exist, through 4096 bytes
-// of shared memory so that lanes write whole cache lines. Numbers are laid out as in
+// Stores a warp's 16 rows of a gradient, of which `num_rows` exist, through shared
+// memory so that lanes write whole cache lines. Numbers are laid out as in
 // store_rows. Returns nonzero bits if one is not finite.
 __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
                                                  unsigned staged, float factor,
                                                  elem_t* target, index_t row_step,
                                                  int num_rows, int dim) {
+  // 16-byte units of a row, and rows that lanes store together.
+  constexpr int kUnits = kHeadDim / 8, kTogether = 32 / kUnits, kTimes = 16 / kTogether;
   const int lane = threadIdx.x % 32;
-  // XOR swizzle of the 16-byte units of a row: neither rows nor columns share banks.
-  const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
+  // XOR swizzle of the units: neither rows nor columns share banks.
+  const unsigned to =
+      staged + lane % 16 * (kUnits * 16) + (lane / 16 ^ lane % 8) * 16;
   unsigned nonfinite[2] = {0, 0};
 #pragma unroll
   for (int e = 0; e < kSums; e += 8) {
@@ -215,23 +220,24 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
     ptx::stmatrix_x4(to ^ e * 4, words[0], words[1], words[2], words[3]);
   }
   __syncwarp();
-  const int row = lane / 16, column = lane % 16;
-  const unsigned from = staged + row * 256 + (column ^ row) * 16;
+  const int row = lane / kUnits, column = lane % kUnits;
+  const unsigned from = staged + row * (kUnits * 16) + (column ^ row) * 16;
   if (column * 8 >= dim) num_rows = 0;
   auto out = reinterpret_cast<long long>(target + row * row_step + column * 8);
 #pragma unroll
-  for (int half = 0; half < 8; half += 4) {
+  for (int first = 0; first < kTimes; first += 4) {
     uint4 x[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      x[n] = ptx::load_shared_u32x4((from ^ n * 32) + (half + n) * 512);
+      x[n] = ptx::load_shared_u32x4((from ^ n * kTogether % 8 * 16) +
+                                    (first + n) * 512);
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      if (row + 2 * (half + n) < num_rows) {
+      if (row + kTogether * (first + n) < num_rows) {
         ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
       }
-      out += 2 * row_step * int(sizeof(elem_t));
+      out += kTogether * row_step * int(sizeof(elem_t));
       ptx::launder(out);  // one address instead of many
     }
   }
@@ -549,6 +555,13 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
 
 // --- consumers
 
+// `kCount` numbers of x, from number kBegin on.
+template <int kCount, int kBegin = 0, int kAll>
+__device__ __forceinline__ float (&part_of(float (&x)[kAll]))[kCount] {
+  static_assert(kBegin + kCount <= kAll);
+  return reinterpret_cast<float (&)[kCount]>(x[kBegin]);
+}
+
 struct mainloop_t : mma_t {
   const arguments_t& args;
   shared_t& shared;
@@ -565,7 +578,7 @@ struct mainloop_t : mma_t {
   // With a mask function: whether this warpgroup's keys are all shown to a block of
   // queries, and if not, a bit for each hidden score.
   bool all_shown;
-  unsigned hidden;
+  unsigned hidden[kScores / 32];
   // Prefetched pairs of statistics.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
@@ -604,21 +617,38 @@ struct mainloop_t : mma_t {
     return uniform(info().count);
   }
 
-  // Pair n of a thread's lse, or delta, for the queries in a stage.
-  __device__ __forceinline__ float2 load_lse(unsigned stage, int n) const {
-    return ptx::load_shared_f32x2(lane_stats + stage * kBytesStats + n * 32);
+  // Pair n of a thread's lse, or delta, for the queries in a stage; `delta_at` is 0 for
+  // lse.
+  __device__ __forceinline__ float2 load_pair(unsigned stage, int n,
+                                              int delta_at) const {
+    return ptx::load_shared_f32x2(lane_stats + stage * kBytesStats + delta_at + n * 32);
   }
-  __device__ __forceinline__ float2 load_delta(unsigned stage, int n) const {
-    return ptx::load_shared_f32x2(lane_stats + stage * kBytesStats + 4 * kBlockM +
-                                  n * 32);
+  // The same for pairs n and n + 1, which with 64 columns are adjacent.
+  __device__ __forceinline__ void load_two(float2 (&to)[2], unsigned stage, int n,
+                                           int delta_at) const {
+    const float4 x = ptx::load_shared_f32x4(lane_stats + lane % 4 * 8 +
+                                            stage * kBytesStats + delta_at + n * 32);
+    to[0] = {x.x, x.y}, to[1] = {x.z, x.w};
   }
-  __device__ __forceinline__ void prefetch_lse(unsigned stage) {
+  // Those of all queries or, in a wide step, of a half.
+  __device__ __forceinline__ void prefetch_lse(unsigned stage, int half = 0) {
+    if constexpr (kIsWide) {
 #pragma unroll
-    for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_lse(stage, n);
+      for (int n = 0; n < kEarlyLse; n += 2) {
+        float2 two[2];
+        load_two(two, stage, half * kEarlyLse + n, 0);
+        early_lse[n] = two[0], early_lse[n + 1] = two[1];
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_pair(stage, n, 0);
+    }
   }
   __device__ __forceinline__ void prefetch_delta(unsigned stage) {
 #pragma unroll
-    for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(stage, n);
+    for (int n = 0; n < kEarlyDelta; ++n) {
+      early_delta[n] = load_pair(stage, n, 4 * kBlockM);
+    }
   }
   __device__ __forceinline__ auto origin() const {
     return [this] { return ptx::load_shared_s32(origins + block % kOrigins * 16); };
@@ -635,16 +665,21 @@ struct mainloop_t : mma_t {
     const int row = group * 64 + warp * 16 + lane / 4, column = lane % 4 * 2;
     const volatile published_t& tile = info();
     const int corner = row - origin()() - column;
-    hidden =
-        hidden_scores(args.score.function(), at.y, at.z, at.w + column,
-                      tile.tile * kBlockN + row, corner - tile.high + 1,
-                      kBounds == 2 ? corner - tile.low : kMany, tile.num_keys - row);
+#pragma unroll 1
+    for (int begin = 0; begin < kBlockM; begin += 64) {
+      hidden[0] = hidden[kScores / 32 - 1];
+      hidden[kScores / 32 - 1] =
+          hidden_scores(args.score.function(), at.y, at.z, at.w + column + begin,
+                        tile.tile * kBlockN + row, corner - tile.high + 1 - begin,
+                        kBounds == 2 ? corner - tile.low - begin : kMany,
+                        tile.num_keys - row);
+    }
   }
 
   // Half of the queries at a time: P, dS, and their share of dv.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
   template <int kNth> __device__ __forceinline__ void exponentiate_half() {
-    const auto lse = [&](int n) { return early_lse[n]; };
+    const auto lse = [&](int n) { return early_lse[n % kEarlyLse]; };
     if constexpr (kHasAlibi) {
       const float2 alibi =
           ptx::load_shared_f32x2(origins + block % kOrigins * 16 + kToOptions);
@@ -656,11 +691,24 @@ struct mainloop_t : mma_t {
     } else {
       exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2, lse);
     }
+    round_p<kNth * kHalf, (kNth + 1) * kHalf>();
+  }
+  template <int kNth> __device__ __forceinline__ void start_dp_half(unsigned stage) {
+    constexpr int kRows = kNth * kBlockM / 2;
+    ptx::wgmma_fence();
+    multiply_scores(part_of<kHalf, kNth * kHalf>(dp), v_rows,
+                    dout_rows + (stage * kBytesM + kRows * 128) / 16);
+    ptx::wgmma_commit_group();
   }
   template <int kNth> __device__ __forceinline__ void make_ds_half(unsigned stage) {
+    float2 two[2];
     make_ds<kNth * kHalf, (kNth + 1) * kHalf>(
-        kNarrow<elem_t> ? info().factor : 1.f,
-        [&](int n) { return n < kEarlyDelta ? early_delta[n] : load_delta(stage, n); });
+        kNarrow<elem_t> ? info().factor : 1.f, [&](int n) {
+          if (kIsWide && n % 2 == 0) load_two(two, stage, n, 4 * kBlockM);
+          return kIsWide           ? two[n % 2]
+                 : n < kEarlyDelta ? early_delta[n]
+                                   : load_pair(stage, n, 4 * kBlockM);
+        });
   }
   template <int kNth>
   __device__ __forceinline__ void start_dv_half(unsigned stage, bool accumulate) {
@@ -680,7 +728,7 @@ struct mainloop_t : mma_t {
                                            unsigned number) const {
     wait(smem.dq_empty + 8 * group, (number & 1) ^ 1);
 #pragma unroll
-    for (int e = 0; e < kScores; e += 4) {
+    for (int e = 0; e < kSumsQ; e += 4) {
       ptx::store_shared_f32x4(dq_target + e * 128, dq[e], dq[e + 1], dq[e + 2],
                               dq[e + 3]);
     }
@@ -702,13 +750,17 @@ struct mainloop_t : mma_t {
   // block with dk: by then dS of the other warpgroup is long complete, so each may run
   // ahead of the other by half a step.
   template <bool kFirst> __device__ __forceinline__ void step() {
-    auto& dq = dp;  // its registers are free
+    auto& dq = part_of<kSumsQ>(dp);  // its registers are free
     const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
     if constexpr (kHasMaskFunction) find_hidden();
     start_s(this_q);
     const bool whole = kHasMaskFunction ? all_shown : info().is_whole(origin());
     wait_for_dout();
-    start_dp(this_dout);
+    if constexpr (kIsWide) {
+      start_dp_half<0>(this_dout);
+    } else {
+      start_dp(this_dout);
+    }
     prefetch_lse(this_dout);
     if constexpr (!kFirst) publish_ds(block - 1);
     q_stage.advance();
@@ -723,11 +775,22 @@ struct mainloop_t : mma_t {
     exponentiate_half<0>();
     start_dv_half<0>(this_dout, !kFirst);
     prefetch_delta(this_dout);
-    ptx::wgmma_wait_group<1>();  // dP
-    compiler_fence(dp);
-    if (block == last) release(smem.v_empty);
+    ptx::wgmma_wait_group<1>();  // dP, in a wide step a half
+    compiler_fence(part_of<kIsWide ? kHalf : kScores>(dp));
+    if (!kIsWide && block == last) release(smem.v_empty);
     make_ds_half<0>(this_dout);
+    if constexpr (kIsWide) {
+      ptx::wgmma_wait_group<0>();
+      compiler_fence(sums_v);
+      start_dp_half<1>(this_dout);
+      prefetch_lse(this_dout, 1);
+    }
     exponentiate_half<1>();
+    if constexpr (kIsWide) {
+      ptx::wgmma_wait_group<0>();  // dP
+      compiler_fence(part_of<kHalf, kHalf>(dp));
+      if (block == last) release(smem.v_empty);
+    }
     make_ds_half<1>(this_dout);
     wait_for_ds_stage();
     store_ds(block % kStagesDs);
@@ -809,7 +872,7 @@ struct mainloop_t : mma_t {
 
   // dq of the last block, while the keys of the next work tile load; then dk and dv.
   __device__ __forceinline__ void finalize() {
-    auto& dq = dp;
+    auto& dq = part_of<kSumsQ>(dp);
     const bool is_mine =
         kBounds > 0 || meet(sums_k, sums_v, info().slot, args.met, args.parts);
     publish_ds(block);

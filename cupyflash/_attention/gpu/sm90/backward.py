@@ -145,8 +145,7 @@ class HopperVjpKernel:
         )
         if problem.deterministic or not any(map(is_plain, others)):
             return False
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return widest <= max(self.tiles) and self.tile(forward).has_producer
+        return max(forward.head_dim, forward.head_dim_v) <= max(self.tiles)
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimension as it is compiled; zeros pad."""
@@ -160,7 +159,8 @@ class HopperVjpKernel:
             return HopperVjpTile(tile.block_m)
         if dq == APART:
             return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
-        return tile
+        # Only that kernel applies alibi or a mask function.
+        return tile if is_plain(forward) else replace(tile, has_producer=True)
 
     def dq_way(
         self, problem: AttentionVjpProblem, device: Device, num_kept: int
@@ -320,8 +320,9 @@ class HopperVjpKernel:
         Those left over when every multiprocessor has had the same number would occupy
         few of them; only if work tiles have the same length and no order.
         """
-        bounds = _bounds_of(forward)
-        if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
+        tile = self.tile(forward)
+        varies = dq != MIXED or _bounds_of(forward) > 0
+        if varies or tile.has_producer or tile.block_m != 128:
             return num_work_tiles, 1
         left = num_work_tiles % device.num_sms
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))

@@ -104,27 +104,27 @@ ALIBI = {"alibi_slopes": "float32"}
 
 
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
-def test_takes_alibi_alone_where_a_producer_loads(bounds):
+def test_takes_alibi_alone(bounds):
     def refusal(head_dim, more=None, **options):
         asked = problem(head_dim=head_dim, more=more, **ALIBI, **bounds, **options)
         return ROW.unsupported_reason(asked, HOPPER)
 
-    for head_dim in (65, 72, 96, 128):
+    for head_dim in (2, 8, 33, 64, 65, 72, 96, 128):
         assert refusal(head_dim) is None
         assert "alibi_slopes" in refusal(head_dim, {"deterministic": True})
         assert "softcap" in refusal(head_dim, softcap=3.0)
         assert "sinks" in refusal(head_dim, sinks="float32")
-    for head_dim in (8, 64):
-        assert "alibi_slopes" in refusal(head_dim)
     assert "alibi_slopes" in refusal(136)
 
 
-def test_alibi_changes_one_kernel():
-    alibi, plain = (problem(head_dim=128, **more).forward for more in (ALIBI, {}))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_alibi_changes_one_kernel(head_dim):
+    alibi, plain = (problem(head_dim=head_dim, **more).forward for more in (ALIBI, {}))
     for part in ("_rows", "_dq"):
         assert ROW.config(part, alibi, 1, 1) == ROW.config(part, plain, 1, 1)
-    defines = dict(ROW.config("", alibi, 1, 1).variant.defines)
-    assert defines["ALIBI_SLOPES_T"] == "float"
+    variant = ROW.config("", alibi, 1, 1).variant
+    assert variant.entry == "attention_vjp_hopper_producer"
+    assert dict(variant.defines)["ALIBI_SLOPES_T"] == "float"
 
 
 def test_the_order_of_shared_queries_is_left_to_the_next_row():
@@ -185,7 +185,13 @@ def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
     assert HOPPER.num_sms == 132
     assert cut_of() == cut
     whole = num_kept * seqlen // 128, 1
-    for other in ({"right": 0}, {"dq": ORDERED}, {"dq": APART}, {"head_dim": 128}):
+    for other in (
+        {"right": 0},
+        {"dq": ORDERED},
+        {"dq": APART},
+        {"head_dim": 128},
+        ALIBI,
+    ):
         assert cut_of(**other) == whole
 
 
@@ -217,6 +223,8 @@ def test_work_tiles_that_are_left_over_are_cut_in_two(
     forward = problem(head_dim=128).forward
     assert ROW.split(forward, device, num_work_tiles, num_blocks, MIXED) == split
     assert ROW.split(forward, device, num_work_tiles, num_blocks, ORDERED) == (0, 0)
+    alibi = problem(head_dim=64, **ALIBI).forward
+    assert ROW.split(alibi, device, num_work_tiles, num_blocks, MIXED) == split
     seen = problem(head_dim=128, right=0).forward
     assert ROW.split(seen, device, num_work_tiles, num_blocks, MIXED) == (0, 0)
     assert ROW.split(problem().forward, device, num_work_tiles, num_blocks, MIXED) == (
@@ -346,9 +354,20 @@ def slopes(rng, *shape):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("seqlens", SEQLENS)
-def test_alibi_of_every_length(cupy, rng, dtype, name, seqlens):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_alibi_of_every_length(cupy, rng, dtype, name, seqlens, dims):
     options = {"alibi_slopes": slopes(rng, 4), **BOUNDS[name]}
-    check(cupy, rng, dtype, (128, 128), (4, 2), seqlens, batch=(1,), **options)
+    check(cupy, rng, dtype, dims, (4, 2), seqlens, batch=(1,), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (2, 3), (33, 40), (64, 16), (72, 72), (96, 40), (32, 128)]
+)
+def test_alibi_of_every_head_dim(cupy, rng, dtype, dims):
+    options = {"causal": True, "scale": 0.1, "alibi_slopes": slopes(rng, 4)}
+    check(cupy, rng, dtype, dims, (4, 2), (300, 200), **options)
 
 
 @pytest.mark.gpu
@@ -359,34 +378,38 @@ def test_alibi_of_entries_that_share_keys(cupy, rng, shape, batch_k):
     for causal in (False, True):
         options = {"batch": (2, 3), "batch_k": batch_k, "causal": causal}
         options["alibi_slopes"] = slopes(rng, *shape)
-        check(cupy, rng, "bfloat16", (96, 128), (6, 2), (150, 140), **options)
+        for dims in ((96, 128), (64, 40)):
+            check(cupy, rng, "bfloat16", dims, (6, 2), (150, 140), **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [5, -70, 1 << 20])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_alibi_far_away(cupy, rng, offset, dtype):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_alibi_far_away(cupy, rng, offset, dtype, dims):
     options = {"alibi_slopes": slopes(rng, 2).astype(dtype) / 64}
     options |= {"query_offset": offset, "scale": -0.1}
-    check(cupy, rng, "float16", (128, 128), (2, 1), (100, 300), **options)
+    check(cupy, rng, "float16", dims, (2, 1), (100, 300), **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_alibi_of_what_is_not_finite(cupy, rng, dtype, bad):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_alibi_of_what_is_not_finite(cupy, rng, dtype, bad, dim):
     given = slopes(rng, 2)
     vjp_laws.what_is_not_seen_never_leaks(
-        cupy, rng, dtype, bad, 128, alibi_slopes=given
+        cupy, rng, dtype, bad, dim, alibi_slopes=given
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_take_item_after_item_with_alibi(cupy, rng, dtype, causal):
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_blocks_take_item_after_item_with_alibi(cupy, rng, dtype, causal, dims):
     options = {"batch": (4,), "causal": causal, "alibi_slopes": slopes(rng, 40)}
-    check(cupy, rng, dtype, (128, 128), (40, 40), (300, 260), **options)
+    check(cupy, rng, dtype, dims, (40, 40), (300, 260), **options)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from cupyflash._cuda.device import device_of_arch
 
 HOPPER = device_of_arch("sm_90a")
 DTYPES = ("float16", "bfloat16")
+DIMS = ((64, 64), (128, 128))  # a block has 128 queries or 64
 SEQLENS = ((1, 1), (1, 300), (63, 113), (113, 63), (65, 1025), (1025, 65), (300, 260))
 
 
@@ -38,6 +39,7 @@ MASKS = {
     "heads differ": lambda h, i, j: (i - j) % (h + 2) == 0,
     "entries differ": lambda b, i, j: abs(i - j) < 40 * b + 9,
     "few queries": lambda i, j: (i > 60) & (j < 190),
+    "second half": lambda i, j: (i // 64 % 2 == 1) & (j != 70),
     "one part": lambda j: j // 64 == 1,
     "nothing": lambda i, j: i + j < 0,
 }
@@ -116,9 +118,8 @@ def test_a_mask_function_alone_is_taken_where_a_producer_loads():
         return found.name
 
     for options in ({}, {"causal": True}, {"window": (9, 5)}, {"query_offset": 7}):
-        for head_dim in (72, 96, 128):
+        for head_dim in (2, 8, 40, 64, 72, 96, 128):
             assert row(head_dim=head_dim, **DOCUMENT, **options) == "hopper"
-    assert row(**DOCUMENT, head_dim=64) == "hopper_wide"
     assert row(**DOCUMENT, head_dim=136) == "hopper_wide"
     assert row(**DOCUMENT, deterministic=True) == "hopper_wide"
     assert row(**DOCUMENT, softcap=3.0) == "hopper_wide"
@@ -128,13 +129,15 @@ def test_a_mask_function_alone_is_taken_where_a_producer_loads():
     assert row(**DOCUMENT, alibi_slopes=slopes) == "hopper_wide"
 
 
-def test_a_mask_function_changes_one_kernel():
-    functions = vjp_problem(**DOCUMENT).forward
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mask_function_changes_one_kernel(head_dim):
+    functions = vjp_problem(head_dim=head_dim, **DOCUMENT).forward
     plain = dataclasses.replace(functions, mask_function=None, generated="")
     for part in ("_rows", "_dq"):
         own, of_plain = (HOPPER_VJP.config(part, x, 1, 1) for x in (functions, plain))
         assert own == of_plain
     variant = HOPPER_VJP.config("", functions, 1, 1).variant
+    assert variant.entry == "attention_vjp_hopper_producer"
     assert variant.generated
     assert dict(variant.defines)["BOUNDS"] == "1"  # tiles differ in length
 
@@ -143,8 +146,19 @@ def test_a_mask_function_changes_one_kernel():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seqlens", SEQLENS)
 @pytest.mark.parametrize("name", MASKS)
-def test_every_length(cupy, rng, dtype, seqlens, name):
-    check(cupy, rng, dtype, MASKS[name], heads=(4, 2), seqlens=seqlens)
+@pytest.mark.parametrize("dims", DIMS)
+def test_every_length(cupy, rng, dtype, seqlens, name, dims):
+    check(cupy, rng, dtype, MASKS[name], dims, (4, 2), seqlens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (2, 3), (33, 40), (64, 16), (72, 72), (96, 40), (32, 128)]
+)
+def test_every_head_dim(cupy, rng, dtype, dims):
+    for name in ("window", "few queries"):
+        check(cupy, rng, dtype, MASKS[name], dims, seqlens=(150, 300), scale=0.1)
 
 
 @pytest.mark.gpu
@@ -159,18 +173,21 @@ def test_every_length(cupy, rng, dtype, seqlens, name):
     ],
 )
 @pytest.mark.parametrize("name", ["odd", "window", "one part"])
-def test_bounds_hide_more(cupy, rng, more, name):
-    check(cupy, rng, "bfloat16", MASKS[name], seqlens=(260, 300), **more)
+@pytest.mark.parametrize("dims", DIMS)
+def test_bounds_hide_more(cupy, rng, more, name, dims):
+    check(cupy, rng, "bfloat16", MASKS[name], dims, seqlens=(260, 300), **more)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seqlens", [(90, 90), (700, 700), (513, 700)])
 @pytest.mark.parametrize("count", [1, 4, 30])
-def test_documents(cupy, rng, dtype, seqlens, count):
+@pytest.mark.parametrize("dims", DIMS)
+def test_documents(cupy, rng, dtype, seqlens, count, dims):
     arrays = {"documents": documents(rng, 2, max(seqlens), count)}
     for more in ({}, {"causal": True}):
-        options = {"heads": (4, 2), "seqlens": seqlens, "arrays": arrays, **more}
+        options = {"dims": dims, "heads": (4, 2), "seqlens": seqlens, **more}
+        options["arrays"] = arrays
         check(cupy, rng, dtype, scores.document, **options)
 
 
@@ -182,13 +199,15 @@ def test_entries_that_share_keys_have_their_own_lists(cupy, rng, batch_k):
         "table": rng.random((4, 4)) < 0.4,
     }
     options = {"batch": (2, 3), "batch_k": batch_k, "heads": (6, 2), "arrays": arrays}
-    check(cupy, rng, "bfloat16", of_types, (96, 128), seqlens=(150, 260), **options)
+    for dims in ((96, 128), (64, 40)):
+        check(cupy, rng, "bfloat16", of_types, dims, seqlens=(150, 260), **options)
 
 
 @pytest.mark.gpu
-def test_entries_that_share_queries(cupy, rng):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_entries_that_share_queries(cupy, rng, dim):
     mask = MASKS["entries differ"]
-    q, k, v, dout = inputs(rng, "float16", (1, 2, 150, 128), (3, 2, 260, 128))
+    q, k, v, dout = inputs(rng, "float16", (1, 2, 150, dim), (3, 2, 260, dim))
     given = [cupy.asarray(x) for x in (q, k, v)]
     out, lse = cupyflash.attention(*given, return_lse=True, mask=mask)
     grads = cupyflash.attention_vjp(cupy.asarray(dout), *given, out, lse, mask=mask)
@@ -204,7 +223,8 @@ def test_entries_that_share_queries(cupy, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_hidden_may_hold_anything(cupy, rng, dtype, bad):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_hidden_may_hold_anything(cupy, rng, dtype, bad, dim):
     def mask(i, j):
         return (i >= 70) & (j < 130)
 
@@ -217,9 +237,10 @@ def test_what_is_hidden_may_hold_anything(cupy, rng, dtype, bad):
         k[:, :, 130:], v[:, :, 130:] = 0, 0
 
     state = rng.bit_generator.state
-    wanted = check(cupy, rng, dtype, mask, seqlens=(200, 150), changed=clean)
+    options = {"dims": (dim, dim), "seqlens": (200, 150)}
+    wanted = check(cupy, rng, dtype, mask, changed=clean, **options)
     rng.bit_generator.state = state
-    q, k, v, dout = inputs(rng, dtype, (2, 2, 200, 128), (2, 1, 150, 128))
+    q, k, v, dout = inputs(rng, dtype, (2, 2, 200, dim), (2, 1, 150, dim))
     changed(q, k, v, dout)
     given = [place(cupy, x) for x in (q, k, v)]
     out, lse = cupyflash.attention(*given, return_lse=True, mask=mask)
@@ -234,11 +255,12 @@ def test_what_is_hidden_may_hold_anything(cupy, rng, dtype, bad):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_take_item_after_item(cupy, rng, dtype):
+@pytest.mark.parametrize("dims", DIMS)
+def test_blocks_take_item_after_item(cupy, rng, dtype, dims):
     """More work tiles than multiprocessors, of very different lengths."""
     arrays = {"documents": documents(rng, 4, 300, 5)}
     options = {"heads": (40, 20), "seqlens": (300, 300), "arrays": arrays}
-    check(cupy, rng, dtype, scores.document, batch=(4,), **options)
+    check(cupy, rng, dtype, scores.document, dims, batch=(4,), **options)
 
 
 @pytest.mark.gpu

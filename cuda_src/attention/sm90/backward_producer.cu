@@ -201,7 +201,9 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
                                                  int num_rows, int dim) {
   // 16-byte units of a row, and rows that lanes store together.
   constexpr int kUnits = kHeadDim / 8, kTogether = 32 / kUnits, kTimes = 16 / kTogether;
-  const int lane = threadIdx.x % 32;
+  unsigned lane = threadIdx.x % 32;
+  // A wide step has no register for the addresses, which would be computed ahead.
+  if constexpr (kIsWide) ptx::launder(lane);
   // XOR swizzle of the units: neither rows nor columns share banks.
   const unsigned to =
       staged + lane % 16 * (kUnits * 16) + (lane / 16 ^ lane % 8) * 16;

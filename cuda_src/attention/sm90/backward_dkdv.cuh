@@ -32,8 +32,8 @@ constexpr int kScores = kBlockM / 2;  // numbers of S, P, dP and dS per thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
-// S = k q^T or dP = v dO^T, or those of a part of the queries. A step covers 16 columns,
-// 32 bytes of each 128-byte row.
+// S = k q^T or dP = v dO^T, or those of a part of the queries. A step covers 16
+// columns, 32 bytes of each 128-byte row.
 template <int kCount>
 __device__ __forceinline__ void multiply_scores(float (&s)[kCount],
                                                 unsigned long long kv,
@@ -42,7 +42,8 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kCount],
   for (int step = 0; step < kHeadDim / 16; ++step) {
     const int chunk = step / 4, inside = step % 4 * 32;
     ptx::wgmma_t<elem_t, 2 * kCount>::ss(s, kv + (chunk * kChunkN + inside) / 16,
-                                      qd + (chunk * kChunkM + inside) / 16, step > 0);
+                                         qd + (chunk * kChunkM + inside) / 16,
+                                         step > 0);
   }
 }
 
@@ -88,8 +89,8 @@ struct tile_info_t {
 };
 
 // A bit for each of 32 scores of a thread that a mask function hides, or positions: the
-// first query at position `i`, the first key `j`; hidden are queries before column `first`
-// and after `last`, for a row 8 further on those columns plus 8, and rows from
+// first query at position `i`, the first key `j`; hidden are queries before column
+// `first` and after `last`, for a row 8 further on those columns plus 8, and rows from
 // `num_keys` on. A loop rather than 32 copies of the function.
 __device__ __forceinline__ unsigned hidden_scores(const score_function_t& function,
                                                   int b, int h, int i, int j, int first,

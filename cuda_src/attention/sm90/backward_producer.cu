@@ -201,12 +201,12 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
                                                  int num_rows, int dim) {
   // 16-byte units of a row, and rows that lanes store together.
   constexpr int kUnits = kHeadDim / 8, kTogether = 32 / kUnits, kTimes = 16 / kTogether;
-  unsigned lane = threadIdx.x % 32;
+  unsigned thread = threadIdx.x;
   // A wide step has no register for the addresses, which would be computed ahead.
-  if constexpr (kIsWide) ptx::launder(lane);
+  if constexpr (kIsWide) ptx::launder(thread);
+  const int lane = thread % 32;
   // XOR swizzle of the units: neither rows nor columns share banks.
-  const unsigned to =
-      staged + lane % 16 * (kUnits * 16) + (lane / 16 ^ lane % 8) * 16;
+  const unsigned to = staged + lane % 16 * (kUnits * 16) + (lane / 16 ^ lane % 8) * 16;
   unsigned nonfinite[2] = {0, 0};
 #pragma unroll
   for (int e = 0; e < kSums; e += 8) {
@@ -231,8 +231,8 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
     uint4 x[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
-      x[n] = ptx::load_shared_u32x4((from ^ n * kTogether % 8 * 16) +
-                                    (first + n) * 512);
+      x[n] =
+          ptx::load_shared_u32x4((from ^ n * kTogether % 8 * 16) + (first + n) * 512);
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -559,7 +559,7 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
 
 // `kCount` numbers of x, from number kBegin on.
 template <int kCount, int kBegin = 0, int kAll>
-__device__ __forceinline__ float (&part_of(float (&x)[kAll]))[kCount] {
+__device__ __forceinline__ float (&part_of(float (&x)[kAll])) [kCount] {
   static_assert(kBegin + kCount <= kAll);
   return reinterpret_cast<float (&)[kCount]>(x[kBegin]);
 }
@@ -670,11 +670,10 @@ struct mainloop_t : mma_t {
 #pragma unroll 1
     for (int begin = 0; begin < kBlockM; begin += 64) {
       hidden[0] = hidden[kScores / 32 - 1];
-      hidden[kScores / 32 - 1] =
-          hidden_scores(args.score.function(), at.y, at.z, at.w + column + begin,
-                        tile.tile * kBlockN + row, corner - tile.high + 1 - begin,
-                        kBounds == 2 ? corner - tile.low - begin : kMany,
-                        tile.num_keys - row);
+      hidden[kScores / 32 - 1] = hidden_scores(
+          args.score.function(), at.y, at.z, at.w + column + begin,
+          tile.tile * kBlockN + row, corner - tile.high + 1 - begin,
+          kBounds == 2 ? corner - tile.low - begin : kMany, tile.num_keys - row);
     }
   }
 

@@ -365,7 +365,7 @@ def test_alibi_of_every_length(cupy, rng, dtype, name, seqlens, dims):
 @pytest.mark.parametrize(
     "dims", [(8, 8), (2, 3), (33, 40), (64, 16), (72, 72), (96, 40), (32, 128)]
 )
-def test_alibi_of_every_head_dim(cupy, rng, dtype, dims):
+def test_alibi_of_every_head_dim(cupy, rng, copies, dtype, dims):
     options = {"causal": True, "scale": 0.1, "alibi_slopes": slopes(rng, 4)}
     check(cupy, rng, dtype, dims, (4, 2), (300, 200), **options)
 

@@ -122,7 +122,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const unsigned bits =
         warp_reduce(static_cast<unsigned>(__float_as_int(largest)) & 0x7fffffffu,
                     [](unsigned a, unsigned b) { return a > b ? a : b; });
-    if (threadIdx.x % kWarpSize == 0) atomicMax(&found->largest, bits);
+    // All warps share one address, where atomics take turns; few of them raise the
+    // maximum. A stale value costs an atomic, no more.
+    if (threadIdx.x % kWarpSize == 0 && bits > found->largest) {
+      atomicMax(&found->largest, bits);
+    }
   }
   if (threadIdx.x == 0 && entries != nullptr &&
       block_index() < grads.num_kept * grads.num_summed) {

@@ -94,6 +94,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     const unsigned bits =
         warp_reduce(static_cast<unsigned>(__float_as_int(largest)) & 0x7fffffffu,
                     [](unsigned a, unsigned b) { return a > b ? a : b; });
-    if (threadIdx.x % kWarpSize == 0) atomicMax(&found->largest, bits);
+    // Atomics on one address take turns; few warps raise the maximum. A stale value
+    // costs an atomic, no more.
+    if (threadIdx.x % kWarpSize == 0 && bits > found->largest) {
+      atomicMax(&found->largest, bits);
+    }
   }
 }

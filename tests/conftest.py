@@ -1,6 +1,5 @@
 """One test body for NumPy and CuPy: the fixture `xp`, and the rules for GPU tests."""
 
-import json
 import os
 import zlib
 
@@ -104,27 +103,13 @@ def pytest_deselected(items):
             item.config.workeroutput.setdefault("deselected", []).append(item.nodeid)
 
 
-@pytest.hookimpl(trylast=True)  # of what -m and -k leave
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     if CUPY is not None or REQUIRE_GPU:
-        if hasattr(config, "workerinput"):
-            number, seconds_of = config.workerinput["workercount"], _seconds_by_file()
-            items[:] = workers.long_ones_first(items, number, seconds_of)
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
-
-
-def _seconds_by_file():
-    """A function that tells what tests of a file took on average, by the record."""
-    files = json.loads(gpu_record.RECORD.read_text(encoding="utf-8"))["files"]
-    means = {
-        name: found["seconds"] / max(1, found["passed"])
-        for name, found in files.items()
-    }
-    return lambda item: means.get(gpu_record._file(item.nodeid), 0.0)
 
 
 # A session's fixture, so that hypothesis may draw many examples under one value of it.

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import workers
 
@@ -34,52 +32,6 @@ def test_only_workers_take_turns(monkeypatch):
 )
 def test_as_many_as_cores_and_cards_can_take(cores, cards, number):
     assert workers.number_of(cores, [size << 30 for size in cards]) == number
-
-
-@hypothesis.given(
-    st.lists(st.sampled_from([0.0, 0.5, 5.0, 62.0]), max_size=60), st.integers(1, 9)
-)
-def test_each_worker_begins_with_its_share_of_long_tests(seconds, number):
-    tests = range(len(seconds))
-    order = workers.long_ones_first(tests, number, seconds.__getitem__)
-    assert sorted(order) == [*tests]
-    is_long = [seconds[test] >= workers.LONG_SECONDS for test in order]
-    parts = parts_of_xdist(len(order), number)
-    shares = [sum(is_long[n] for n in part) for part in parts]
-    assert max(shares) - min(shares) <= 1
-    for part, share in zip(parts, shares, strict=True):
-        assert all(is_long[n] for n in part[:share])
-    others = [test for test, long in zip(order, is_long, strict=True) if not long]
-    assert others == sorted(others)
-
-
-def parts_of_xdist(tests, number):
-    """The tests that xdist gives each of its workers at first."""
-    worksteal = pytest.importorskip("xdist.scheduler.worksteal")
-
-    class Node:
-        shutting_down = False
-
-        def __init__(self):
-            self.sent = []
-
-        def send_runtest_some(self, indices):
-            self.sent += indices
-
-        def shutdown(self):
-            """Told to those that have a test at most, and no more to wait for."""
-
-        def send_steal(self, indices):
-            """Asked for by those."""
-
-    nodes = [Node() for _ in range(number)]
-    scheduler = worksteal.WorkStealingScheduling.__new__(
-        worksteal.WorkStealingScheduling
-    )
-    scheduler.pending, scheduler.steal_requested_from_node = [*range(tests)], None
-    scheduler.node2pending = {node: [] for node in nodes}
-    scheduler.check_schedule()
-    return [node.sent for node in nodes]
 
 
 # Whether another process may have what this one holds.

@@ -1,6 +1,5 @@
 """What workers of pytest-xdist share: the cards, and each kernel that one compiled."""
 
-import itertools
 import os
 import tempfile
 import zlib
@@ -8,8 +7,6 @@ from pathlib import Path
 
 # Memory of a card that a worker may need: its context, its pool, the largest arrays.
 BYTES_A_WORKER = 4 << 30
-# From here on a test is a long one: the mean of its file in the record.
-LONG_SECONDS = 5.0
 
 
 def number_of(cores, bytes_of_cards):
@@ -78,24 +75,3 @@ def compile_once(run):
 def name_of(source, options):
     """The name of the file of a kernel's lock."""
     return f"{zlib.crc32(repr((source, options)).encode()):08x}.lock"
-
-
-def long_ones_first(tests, number, seconds_of):
-    """The tests in an order in which each of `number` workers begins with long ones.
-
-    xdist gives each worker a part of the list, all of one size or the last ones a test
-    more, and an idle worker the end of another's part, but never its next test. So long
-    tests are dealt to the heads of all parts, longest first, and the others stay side
-    by side, since neighbours share kernels.
-    """
-    times = [seconds_of(test) for test in tests]
-    long = [n for n, seconds in enumerate(times) if seconds >= LONG_SECONDS]
-    long.sort(key=lambda n: -times[n])
-    others = iter(n for n, seconds in enumerate(times) if not seconds >= LONG_SECONDS)
-    order, left = [], len(tests)
-    for worker in range(number):
-        size = left // (number - worker)
-        left -= size
-        head = long[number - 1 - worker :: number]
-        order += [*head, *itertools.islice(others, size - len(head))]
-    return [tests[n] for n in order]

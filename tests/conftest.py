@@ -19,8 +19,8 @@ def _cupy_with_device():
     return cupy if cupy.is_available() else None
 
 
-# Importing it replaces CuPy: it is for `-p emulation.plugin`, not for doctests.
-collect_ignore = ["support/emulation/plugin.py"]
+# Importing these replaces CuPy: not for doctests.
+collect_ignore = ["support/emulation/plugin.py", "support/emulation/row_relay_run.py"]
 
 workers.take_turns()
 CUPY = _cupy_with_device()

@@ -40,7 +40,7 @@ def calls(cupy, operation):
             )
             for method in METHODS
         }
-        # copyto would use the copy engine, which is no kernel and is not counted.
+        # copyto would use TMA, which is no kernel and is not counted.
         return found | {"copy": lambda: cupy.positive(x, out=out)}, 2 * x.nbytes
     q, k, v = (rng.standard_normal(ATTENTION, dtype=np.float32) for _ in range(3))
     out = cupy.empty_like(q)

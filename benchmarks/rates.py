@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(512)
 #if __CUDA_ARCH__ >= 900
 constexpr int kMostStages = 16;
 
-// The same by the copy engine of each multiprocessor, into a ring in shared memory.
+// The same by TMA of each multiprocessor, into a ring in shared memory.
 extern "C" __global__ void __launch_bounds__(32)
     read_bulk(const char* __restrict__ x, unsigned* sink, long long num_chunks,
               int chunk, int stages) {

@@ -9,7 +9,7 @@
 //            all blocks; a warp multiplies a chunk by what is left and sends it out.
 //            Nobody waits for a whole row but the last of these.
 // Grid       1-D, a block a multiprocessor, all at once (a cooperative launch)
-// Memory     x once, out once, both by the copy engine; 16 bytes a block and row
+// Memory     x once, out once, both by TMA; 16 bytes a block and row
 // Numbers    floats; sums of a chunk in floats, those of a row in doubles
 // Limits     a slice is a whole number of vectors and has at most kMostChunks chunks,
 //            and kRowsUnderWay slices fill the ring

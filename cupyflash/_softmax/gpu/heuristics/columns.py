@@ -92,7 +92,7 @@ def share_columns(problem, device):
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, although some lanes of a narrow slab are idle.
         side = 1 << (side - 1).bit_length()
-        tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
+        tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
         share = -(-tiles * problem.row_length // warps)
         tiles_each = -(-tiles // warps)
         whole = size < 8 and tiles >= _SHARE_BUSY * tiles_each * warps
@@ -173,7 +173,7 @@ def split_columns(problem, device):
     (config,) = _column_config(
         problem, vector, side, deep, held, 0, 1, _WALKING_THREADS
     )
-    tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
+    tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
     pieces = min(
         -(-problem.row_length // (deep * held * _BATCHES)),
         max(1, device.num_sms * _PIECES_PER_SM // tiles),

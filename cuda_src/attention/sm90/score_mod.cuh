@@ -401,9 +401,11 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& s
         before[e % 4] = now;
       }
     };
-    // Where all keys lie on one side of the queries, a term is linear in the column.
+    // Where all keys lie on one side of the queries, a term is linear in the column, if
+    // it is not infinite.
     const bool has_both_sides = distance > -8 && distance < kBlockN - 7;
-    if (__any_sync(kFullMask, has_both_sides)) {
+    const bool is_infinite = fabsf(scores.slope()) == infinity<float>();
+    if (__any_sync(kFullMask, has_both_sides || is_infinite)) {
       add_terms([&](int further) {
         return -scores.slope() * fabsf(distance + static_cast<float>(further));
       });

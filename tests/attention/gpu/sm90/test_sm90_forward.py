@@ -742,3 +742,14 @@ def test_a_graph_keeps_the_memory_of_its_parts(cupy, rng):
         stream.synchronize()
         np.testing.assert_array_equal(to_host(out), to_host(expected))
         assert all(bool((x == 7).all()) for x in others)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [500, -500])
+def test_an_infinite_slope_hides_all_keys(cupy, rng, offset):
+    q, k = (cupy.asarray(rng.normal(size=(1, 1, n, 64)).astype("f2")) for n in (70, 64))
+    slopes = cupy.asarray([np.inf], "f4")
+    options = {"alibi_slopes": slopes, "query_offset": offset, "return_lse": True}
+    out, lse = cupyflash.attention(q, k, k, **options)
+    assert not cupy.asnumpy(out).any()
+    assert np.isneginf(cupy.asnumpy(lse)).all()

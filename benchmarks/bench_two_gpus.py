@@ -46,6 +46,19 @@ LENGTHS = {
     False: (64, 128),
 }
 PROBLEMS = {True: 100, False: 6}
+# By Dask: (chunks, shape of each, dtype), and softmaxes that follow each other.
+DASK = {
+    True: {
+        "attention": (64, (1, 262_144, 128), "float16"),
+        "softmax": (16, (1, 16_384, 32_768), "float32"),
+        "passes": 80,
+    },
+    False: {
+        "attention": (4, (1, 64, 8), "float32"),
+        "softmax": (4, (1, 16, 256), "float32"),
+        "passes": 3,
+    },
+}
 # Two roundings of 16 bits, of the largest number; a split of the keys in float32.
 ALLOWED = {"bfloat16": 2**-7, "float32": 2e-6}
 
@@ -355,7 +368,11 @@ def problems(comm, clock, xp, on_gpu, count, report, write):
 
 
 def by_dask(args, on_gpu):
-    """Seconds of softmax and attention by Dask on one worker and on two."""
+    """Seconds of softmax and attention by Dask on two workers and on one.
+
+    A compute() costs Dask some 0.1 s, whatever it computes, so the calls are long: the
+    heads of a sequence, and one softmax after the other of the same chunks.
+    """
     cluster = timing.optional("dask_cuda") if on_gpu else timing.optional("distributed")
     if cluster is None:
         return None
@@ -365,50 +382,66 @@ def by_dask(args, on_gpu):
 
     xp = timing.backend(args)[0]
     kind = cluster.LocalCUDACluster if on_gpu else cluster.LocalCluster
-    more = {} if on_gpu else {"dashboard_address": ":0", "processes": False}
-    rows, columns = (65_536, 32_768) if on_gpu else (64, 256)
-    heads, seqlen, dim = (16, 262_144, 128) if on_gpu else (8, 64, 8)
-    dtype = np.float16 if on_gpu else np.float32
+    more = {} if on_gpu else {"processes": False}
+    sizes = DASK[on_gpu]
+
+    def softmax(x):
+        for _ in range(sizes["passes"]):
+            x = cupyflash.dask.softmax(x, axis=-1)
+        return x.sum()
+
+    def attention(q):
+        return cupyflash.dask.attention(q, q, q).sum()
+
     found = {}
-    for workers in (1, 2):
+    for workers in (2, 1):
         with (
-            kind(n_workers=workers, threads_per_worker=1, **more) as local,
+            kind(
+                n_workers=workers,
+                threads_per_worker=1,
+                dashboard_address=":0",
+                **more,
+            ) as local,
             Client(local) as client,
         ):
-            x = _random(xp, (rows, columns), (rows // 8, columns // 2), np.float32)
-            # A head a chunk: no keys have to go from worker to worker.
-            q = _random(xp, (heads, seqlen, dim), (1, seqlen, dim), dtype)
-            x, q = client.persist([x, q])
-            for name, call in (
-                ("softmax", lambda x=x: cupyflash.dask.softmax(x, axis=1).sum()),
-                ("attention", lambda q=q: cupyflash.dask.attention(q, q, q).sum()),
-            ):
-                call().compute()
+            for call in (attention, softmax):
+                x = _random(xp, client, *sizes[call.__name__])
                 times = []
-                for _ in range(3):
+                for _ in range(4):  # the first one compiles
                     start = time.perf_counter()
-                    call().compute()
+                    call(x).compute()
                     times.append(time.perf_counter() - start)
-                found.setdefault(name, {})[f"seconds_{workers}"] = min(times)
-                print(
-                    f"{time.strftime('%X')} Dask, {workers}: {name} {min(times):.3f} s"
-                )
-    for row in found.values():
+                    print(f"{workers}: {call.__name__} {times[-1]:.3f} s", flush=True)
+                row = found.setdefault(call.__name__, {})
+                row[f"seconds_{workers}"] = min(times[1:])
+                del x
+    for name, row in found.items():
         row["times_one"] = row["seconds_1"] / row["seconds_2"]
+        row["chunks"], row["chunk"], row["dtype"] = sizes[name]
+    found["softmax"]["passes"] = sizes["passes"]
     return found
 
 
-def _random(xp, shape, chunks, dtype):
-    """A Dask array of random numbers, made on the workers."""
+def _random(xp, client, count, shape, dtype):
+    """A Dask array of random numbers in chunks, equally many on each worker."""
     import dask.array as da
 
-    def made(block, block_info=None):
-        place = block_info[None]["chunk-location"]
-        rng = xp.random.default_rng(sum(n << 8 * i for i, n in enumerate(place)))
-        return rng.standard_normal(block.shape, dtype=np.float32).astype(dtype)
+    def made(seed):
+        x = xp.empty(shape, dtype)
+        rng = xp.random.default_rng(seed)
+        for matrix in x:
+            matrix[...] = rng.standard_normal(matrix.shape, dtype=np.float32)
+        return x
 
-    empty = da.zeros(shape, chunks=chunks, dtype=dtype)
-    return empty.map_blocks(made, dtype=dtype, meta=xp.empty((0,) * len(shape), dtype))
+    workers = list(client.scheduler_info()["workers"])
+    chunks = [
+        client.submit(made, i, workers=[workers[i * len(workers) // count]], pure=False)
+        for i in range(count)
+    ]
+    meta = xp.empty((0,) * len(shape), dtype)
+    return da.concatenate(
+        [da.from_delayed(x, shape, dtype=dtype, meta=meta) for x in chunks]
+    )
 
 
 def start_ranks(args, end):
@@ -442,13 +475,17 @@ def main():
     )
     parser.add_argument("--problems", type=int, help="random ones (default 100)")
     parser.add_argument("--lengths", type=int, nargs="*", help="beside the first one")
+    parser.add_argument("--dask", action="store_true", help="only the part by Dask")
     args = parser.parse_args()
     if "CUPYFLASH_END" in os.environ:
         return rank_of_two(args, float(os.environ["CUPYFLASH_END"]))
+    _, on_gpu = timing.backend(args)
+    if args.dask:
+        timing.save(args.json, "two_gpus_dask", on_gpu, dask=by_dask(args, on_gpu))
+        return None
     failed = start_ranks(args, time.time() + args.seconds)
     if any(failed):
         return sys.exit(f"ranks ended with {failed}")
-    _, on_gpu = timing.backend(args)
     if args.json is not None:
         report = json.loads(args.json.read_text(encoding="utf-8"))
         report["dask"] = by_dask(args, on_gpu)

@@ -38,10 +38,11 @@
 #include "ptx/hold.cuh"
 #include "ptx/mbarrier_copy.cuh"
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) ||             \
-    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(HELD) || \
-    !defined(MIN_BLOCKS)
-#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS, HELD and MIN_BLOCKS come from the host"
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
+    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) ||       \
+    !defined(IN_REGISTERS) || !defined(MIN_BLOCKS)
+#error \
+    "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS, IN_REGISTERS and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -50,8 +51,9 @@ constexpr bool kDrift = kSlots > 2;  // warps need not be at the same tile
 // Lanes per warp that report that it has read a tile: all for racecheck, which does not
 // understand one lane that arrives for its warp.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
-constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
-constexpr int kHeld = HELD;             // steps of q.k with q in registers, per warp
+constexpr int kSharers = SHARERS;  // warps that own 16 rows together: 1 or 2
+// Steps of q.k with q in registers, per warp.
+constexpr int kInRegisters = IN_REGISTERS;
 constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
 // Whether scores are finished one by one; otherwise they are q.k, and the scale is
 // applied in the exponential.
@@ -69,7 +71,7 @@ constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
 // Per warp: steps of the sum q.k and of the sum p v, and chunks of o, two tiles of 8
 // columns each.
 constexpr int kStepsD = kHeadDim / 16 / kSharers;
-constexpr int kStepsInShared = kStepsD - kHeld;  // with q in shared memory
+constexpr int kStepsInShared = kStepsD - kInRegisters;  // with q in shared memory
 constexpr int kStepsN = kBlockN / 16;
 constexpr int kChunks = kHeadDimV / 16 / kSharers;
 static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
@@ -93,11 +95,11 @@ struct block_t {
   double* out;
   row_lse_t* lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
-  int num_cols, num_items;
+  int num_cols, num_kv_tiles;
   // Keys that some query of a team sees, and that all of them see; relative to `first`.
   int first_key[kNumTeams], last_key[kNumTeams];
   int first_common[kNumTeams], last_common[kNumTeams];
-  // The buffer holds its item; all warps have read it.
+  // The buffer holds its tile; all warps have read it.
   ptx::copy_barrier_t full[kSlots], empty[kSlots];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
@@ -118,12 +120,13 @@ template <int kCount> struct rows_t {
 };
 
 // Fragments a of the steps of q that a warp keeps in registers.
-struct held_t {
-  double a[kHeld > 0 ? kHeld : 1][8];
+struct q_in_registers_t {
+  double a[kInRegisters > 0 ? kInRegisters : 1][8];
 
-  __device__ held_t(const double* q, index_t stride, index_t num_rows, int dim) {
+  __device__ q_in_registers_t(const double* q, index_t stride, index_t num_rows,
+                              int dim) {
 #pragma unroll
-    for (int n = 0; n < 8 * kHeld; ++n) {
+    for (int n = 0; n < 8 * kInRegisters; ++n) {
       const int step = sharer() * kStepsD + kStepsInShared + n / 8, i = n % 8 / 2;
       const int row = lane_g() + 8 * (n % 2);
       const int col = 16 * step + 8 * (i / 2) + 2 * lane_t() + i % 2;
@@ -134,7 +137,8 @@ struct held_t {
 
 // s = q k^T over this warp's part of the columns.
 template <int kCount>
-__device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
+__device__ __forceinline__ void dot(rows_t<kCount>& rows,
+                                    const q_in_registers_t& q_in_registers,
                                     const double* q, const double* k,
                                     const block_t& block) {
   q += sharer() * kStepsInShared * kStepSize + threadIdx.x % kWarpSize * kVec;
@@ -178,10 +182,10 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
     // Not before the first product of a step, because the previous one may still be
     // reading these registers; before the second of two it would be late.
     if (n == (kTiles > 2 ? 1 : 0) && step + 1 < kStepsInShared) load_q(step + 1);
-    add_product(
-        rows.s[n],
-        *(step < kStepsInShared ? &a[step % 2] : &held.a[step - kStepsInShared]),
-        b[i % (kAhead + 1)]);
+    add_product(rows.s[n],
+                *(step < kStepsInShared ? &a[step % 2]
+                                        : &q_in_registers.a[step - kStepsInShared]),
+                b[i % (kAhead + 1)]);
   }
 }
 
@@ -493,9 +497,9 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     }
   };
   // Items are tiles of k and v in turn: k of the first tile, its v, k of the second.
-  const auto copy = [&](auto is_v, int item) {
-    double* const to = slots + item % kSlots * kSlotSize;
-    const index_t j = index_t(item / 2) * kBlockN;
+  const auto copy = [&](auto is_v, int kv_tile) {
+    double* const to = slots + kv_tile % kSlots * kSlotSize;
+    const index_t j = index_t(kv_tile / 2) * kBlockN;
     const index_t num_keys = block.last - block.first - j;
     if constexpr (is_v.value) {
       copy_rows<kBlockN, kHeadDimV>(to, block.v + j * params.v.row, params.v.row,
@@ -505,47 +509,47 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
                                    num_keys, static_cast<int>(params.head_dim));
     }
   };
-  const auto fetch = [&](auto is_v, int item) {
+  const auto fetch = [&](auto is_v, int kv_tile) {
     if constexpr (kDrift) {
-      if (item >= block.num_items) return;
-      const int slot = item % kSlots, turn = item / kSlots;
+      if (kv_tile >= block.num_kv_tiles) return;
+      const int slot = kv_tile % kSlots, turn = kv_tile / kSlots;
       if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
-      copy(is_v, item);
+      copy(is_v, kv_tile);
       ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
     } else {
-      if (item < block.num_items) copy(is_v, item);
+      if (kv_tile < block.num_kv_tiles) copy(is_v, kv_tile);
       ptx::commit_copy_group();
     }
   };
   constexpr int kAhead = kSlots - 1;
-  // Waits for an item.
-  const auto take = [&](auto is_v, int item) {
+  // Waits for a tile.
+  const auto take = [&](auto is_v, int kv_tile) {
     if constexpr (kDrift) {
-      wait(block.full[item % kSlots], item / kSlots % 2);
+      wait(block.full[kv_tile % kSlots], kv_tile / kSlots % 2);
     } else {
       ptx::wait_copy_groups<kSlots - 2>();
-      __syncthreads();  // the item is visible; all warps have read the one before
-      fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
+      __syncthreads();  // the tile is visible; all warps have read the one before
+      fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead);
     }
-    return slots + item % kSlots * kSlotSize;
+    return slots + kv_tile % kSlots * kSlotSize;
   };
-  // This warp has read an item.
-  const auto release = [&](int item) {
+  // This warp has read a tile.
+  const auto release = [&](int kv_tile) {
     if constexpr (kDrift) {
       __syncwarp();  // all lanes have
       if (threadIdx.x % kWarpSize < kArrivals) {
-        ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
+        ptx::copy_barrier_arrive(&block.empty[kv_tile % kSlots]);
       }
     }
   };
-  // Starts the copy of a later item, unless take() did.
-  const auto go_on = [&](auto is_v, int item) {
-    if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
+  // Starts the copy of a later tile, unless take() did.
+  const auto go_on = [&](auto is_v, int kv_tile) {
+    if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead);
   };
 
-  const held_t held(block.q + first_row * params.q.row, params.q.row,
-                    params.seqlen_q - block.i0 - first_row,
-                    static_cast<int>(params.head_dim));
+  const q_in_registers_t q_in_registers(
+      block.q + first_row * params.q.row, params.q.row,
+      params.seqlen_q - block.i0 - first_row, static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
   two_level_rows_t<kCount> two_level;
   if constexpr (kTwoLevelSums) two_level.begin();
@@ -560,16 +564,16 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     for (int n = 0; n < 8; ++n) rows.o[c][n / 4][n % 4] = 0;
   }
 #pragma unroll
-  for (int item = 0; item < kSlots - 1; item += 2) {
-    fetch(flag_t<false>{}, item);
-    if (item + 1 < kSlots - 1) fetch(flag_t<true>{}, item + 1);
+  for (int kv_tile = 0; kv_tile < kSlots - 1; kv_tile += 2) {
+    fetch(flag_t<false>{}, kv_tile);
+    if (kv_tile + 1 < kSlots - 1) fetch(flag_t<true>{}, kv_tile + 1);
   }
 
 #pragma unroll 1
-  for (int item = 0; item < block.num_items; item += 2) {
-    const int j = item / 2 * kBlockN;
+  for (int kv_tile = 0; kv_tile < block.num_kv_tiles; kv_tile += 2) {
+    const int j = kv_tile / 2 * kBlockN;
     if constexpr (kTwoLevelSums) {
-      if (item > 0 && run_ends_before(block.first, item / 2)) {
+      if (kv_tile > 0 && run_ends_before(block.first, kv_tile / 2)) {
         two_level.end(rows, exp2_t(block.exp2));
       }
     }
@@ -580,17 +584,17 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     constexpr flag_t<false> kK;
     constexpr flag_t<true> kV;
     if (!some) {
-      take(kK, item);
-      release(item);
-      go_on(kK, item);
-      take(kV, item + 1);
-      release(item + 1);
-      go_on(kV, item + 1);
+      take(kK, kv_tile);
+      release(kv_tile);
+      go_on(kK, kv_tile);
+      take(kV, kv_tile + 1);
+      release(kv_tile + 1);
+      go_on(kV, kv_tile + 1);
       continue;
     }
-    dot(rows, held, smem_q + first_row * 16 * kSharers * kStepsInShared, take(kK, item),
-        block);
-    release(item);
+    dot(rows, q_in_registers, smem_q + first_row * 16 * kSharers * kStepsInShared,
+        take(kK, kv_tile), block);
+    release(kv_tile);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
     // The softcap and score functions are inlined once: each tanh is long to compile.
     if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
@@ -603,10 +607,10 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
       score<true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
     }
     softmax<kExact>(rows, block);
-    go_on(kK, item);
-    accumulate<kExact>(rows, take(kV, item + 1) + 16 * first_chunk, block);
-    release(item + 1);
-    go_on(kV, item + 1);
+    go_on(kK, kv_tile);
+    accumulate<kExact>(rows, take(kV, kv_tile + 1) + 16 * first_chunk, block);
+    release(kv_tile + 1);
+    go_on(kV, kv_tile + 1);
   }
 
   if constexpr (kTwoLevelSums) two_level.finish(rows, exp2_t(block.exp2));
@@ -726,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.i0 = i_block;
       block.first = first;
       block.last = keys.last;
-      block.num_items =
+      block.num_kv_tiles =
           keys.last > first
               ? 2 * static_cast<int>((keys.last - first + kBlockN - 1) / kBlockN)
               : 0;

@@ -35,11 +35,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   index_t block = block_index();
   do {
     const index_t tile = divide(block, grads.num_kept * num_chunks);
-    const index_t item = block - tile * grads.num_kept * num_chunks;
+    const index_t of_tile = block - tile * grads.num_kept * num_chunks;
     if (tile >= num_tiles) return;
     const index_t j0 = tile * kBlockM;
-    const index_t kept_index = divide(item, num_chunks);
-    const column_t c0 = static_cast<column_t>(item - kept_index * num_chunks) * kChunk;
+    const index_t kept_index = divide(of_tile, num_chunks);
+    const column_t c0 =
+        static_cast<column_t>(of_tile - kept_index * num_chunks) * kChunk;
     const index_t num_keys = smaller(kBlockM, params.seqlen_k - j0);
     const auto kept = locate(grads.kept, kept_index);
 

@@ -43,11 +43,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   index_t block = block_index();
   do {
     const index_t from_last = divide(block, grads.num_kept * num_chunks);
-    const index_t item = block - from_last * grads.num_kept * num_chunks;
+    const index_t of_tile = block - from_last * grads.num_kept * num_chunks;
     if (from_last >= num_tiles) return;
     const index_t i0 = (num_tiles - 1 - from_last) * kBlockM;
-    const index_t kept_index = divide(item, num_chunks);
-    const column_t c0 = static_cast<column_t>(item - kept_index * num_chunks) * kChunk;
+    const index_t kept_index = divide(of_tile, num_chunks);
+    const column_t c0 =
+        static_cast<column_t>(of_tile - kept_index * num_chunks) * kChunk;
     const index_t num_rows = smaller(kBlockM, params.seqlen_q - i0);
     const auto kept = locate(grads.kept, kept_index);
 

@@ -23,9 +23,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     accum_t* __restrict__ delta,       // as lse, contiguous
     accum_t* __restrict__ sink_terms,  // as delta, or null
     SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
-  const index_t item =
+  const index_t row =
       block_index() * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  const tile_coord_t at(params, item, params.seqlen_q);
+  const tile_coord_t at(params, row, params.seqlen_q);
   if (!at.exists) return;
   const index_t i = at.tile;
   const scores_t scores(at, SCORE_ARGUMENTS);
@@ -51,15 +51,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     if (!is_sink || is_finite(down)) sum -= down;
   }
   if (!scores.is_query(i)) sum = 0;
-  delta[item] = sum;
+  delta[row] = sum;
   if (own_lse != nullptr) {
-    const accum_t own = own_lse[item];
+    const accum_t own = own_lse[row];
     if (is_same_lse(own, log_sum)) log_sum = own;
-    own_lse[item] = log_sum;
+    own_lse[row] = log_sum;
   }
   if (kHasSinks && sink_terms != nullptr) {
     const bool counts = scores.is_query(i) && scores.sink() != -infinity<accum_t>();
-    sink_terms[item] =
+    sink_terms[row] =
         counts ? -exp_diff_exact(scores.sink(), log_sum) * sum : accum_t(0);
   }
 }

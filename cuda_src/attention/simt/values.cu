@@ -33,13 +33,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_values(
     const value_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v), any strides
     value_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
     const __grid_constant__ params_t params) {
-  const index_t item = block_index() * kNumThreads + threadIdx.x;
-  const index_t row = divide(item, params.head_dim_v);
-  const index_t column = item - row * params.head_dim_v;
+  const index_t element = block_index() * kNumThreads + threadIdx.x;
+  const index_t row = divide(element, params.head_dim_v);
+  const index_t column = element - row * params.head_dim_v;
   const tile_coord_t at(params, row, params.seqlen_q);
   if (!at.exists) return;
 
-  accum_t sum = to<accum_t>(o[item]);
+  accum_t sum = to<accum_t>(o[element]);
   if (!is_finite(sum)) {
     sum = product_of_seen(p + row * params.seqlen_k,
                           at.at_kv(v, params.v) + column * params.v.col, params.v.row,

@@ -29,7 +29,7 @@ class Tile:
     block_n: int
     slots: int  # buffers for tiles of k and v
     sharers: int = 1  # warps that own WARP_ROWS rows together
-    held: int = 0  # steps of 16 columns of q that each warp keeps in registers
+    in_registers: int = 0  # steps of 16 columns of q that each warp keeps in registers
     min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
     only_plain: bool = False  # score options would need too many registers
     before_hopper: bool = False  # instead of those with 3 buffers, which spill there
@@ -47,7 +47,7 @@ class Tile:
         """Bytes for q, the buffers for tiles of k and v, and scores of two warps."""
         of_kv = self.slots * self.block_n * max(head_dim, head_dim_v)
         of_scores = 2 * self.block_m * self.block_n if self.sharers == 2 else 0
-        dim_of_q = head_dim - 16 * self.sharers * self.held
+        dim_of_q = head_dim - 16 * self.sharers * self.in_registers
         return 8 * (self.block_m * dim_of_q + of_kv + of_scores)
 
 
@@ -169,7 +169,7 @@ class TensorFloat64Kernel:
             "BLOCK_N": tile.block_n,
             "SLOTS": tile.slots,
             "SHARERS": tile.sharers,
-            "HELD": tile.held,
+            "IN_REGISTERS": tile.in_registers,
             "MIN_BLOCKS": tile.min_blocks,
         }
         if not attention_config.scale_is_plain(problem.scale):
@@ -232,7 +232,7 @@ TILED_F64 = TensorFloat64Kernel(
         (
             256,
             (
-                Tile(64, 16, 3, sharers=2, held=1),
+                Tile(64, 16, 3, sharers=2, in_registers=1),
                 Tile(32, 16, 3, sharers=2),
                 Tile(16, 16, 3, sharers=2),
                 Tile(32, 16, 2, sharers=2, before_hopper=True),

@@ -332,19 +332,21 @@ def attention(
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
-    has_functions = functions.given(score, score_arrays, mask, mask_arrays)
-    if has_functions:
-        arguments += score, score_arrays, mask_arrays
+    of_functions: tuple[Any, ...] = ()
+    if not (mask is score is score_arrays is mask_arrays is None) and functions.given(
+        score, score_arrays, mask, mask_arrays
+    ):
+        of_functions = score, score_arrays, mask_arrays
     if type(q) is np.ndarray:
-        result = _cpu().attention(*arguments)
+        result = _cpu().attention(*arguments, *of_functions)
     elif arrays.is_cupy(q):
-        result = _gpu().attention(*arguments)
+        result = _gpu().attention(arguments, of_functions)
     elif arrays.lives_on_gpu(q):
         arrays.import_cupy()
-        result = _gpu().unplanned(*arguments)
+        result = _gpu().unplanned(arguments, of_functions)
     else:
-        result = _cpu().run(*attention_problem.attention(*arguments))
-    return result if return_lse else result[0]
+        result = _cpu().run(*attention_problem.attention(*arguments, *of_functions))
+    return tuple(result) if return_lse else result[0]
 
 
 @foreign_names.documented("outs", "lses")

@@ -4,6 +4,8 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import cupy
@@ -144,20 +146,25 @@ class Launch:
         self._enqueue_at(address)
         self._lists.append(arguments)
 
-    def before(self, rest):
-        """`enqueue` for arguments that end with `rest`, which is written only once."""
-        lists: list[Any] = []
+    def picking(self, places, fixed):
+        """`enqueue` with the arguments at these places among the values of a call.
 
-        def enqueue(*first):
+        The value of a place in `fixed` is the one there, and written only once.
+        """
+        lists: list[Any] = []
+        pick = _picker([place for place in places if place not in fixed])
+        written = {n: fixed[place] for n, place in enumerate(places) if place in fixed}
+
+        def enqueue(values):
             try:
-                arguments = lists.pop()
+                write, address = arguments = lists.pop()
             except IndexError:
                 if self._enqueue is None:  # the first call
-                    self.enqueue(*first, *rest)
+                    self.enqueue(*[fixed[n] if n in fixed else values[n]
+                                   for n in places])  # fmt: skip
                     return
-                arguments = _argument_list(first, rest)
-            write, address = arguments
-            write(*first)
+                write, address = arguments = _argument_list(pick(values), written)
+            write(*pick(values))
             try:
                 self._enqueue(_current_stream(self.device_id).ptr, address, 0)
             except _driver.CUDADriverError:
@@ -216,29 +223,40 @@ def describe(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _argument_list(first, rest=()):
+def _picker(places):
+    """The function that takes these of the values of a call."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: [values[place] for place in places]
+
+
+def _argument_list(varying, fixed=MappingProxyType({})):
     """Memory for arguments, after the address of each, in the driver's format.
 
-    Returns what writes arguments like `first`, and where the addresses start; `rest` is
-    written. For one launch at a time, since other threads run while the driver reads
-    it.
+    Returns what writes arguments like `varying`, and where the addresses start; those
+    of `fixed`, by position, are written. For one launch at a time, since other threads
+    run while the driver reads it.
     """
-    args = (*first, *rest)
+    # In memory the fixed ones come last; the driver finds them by address.
+    args = (*varying, *fixed.values())
+    order = [n for n in range(len(args)) if n not in fixed] + list(fixed)
     words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
     formats = [f"{8 * n}s" if isinstance(x, bytes) else "q"
                for x, n in zip(args, words, strict=True)]  # fmt: skip
-    count, num_first = len(args), len(first)
-    memory = np.zeros(count + sum(words), np.int64)
-    address = memory.ctypes.data
+    count, num_varying = len(args), len(varying)
+    # Python finds the memory of a bytearray faster than that of an array.
+    memory = bytearray(8 * (count + sum(words)))
+    table = np.frombuffer(memory, np.int64)
+    address = table.ctypes.data
     starts = count + np.cumsum([0, *words])
-    memory[:count] = address + 8 * starts[:-1]
+    table[order] = address + 8 * starts[:-1]
 
     def writer(formats, at):  # which holds the memory
         form = struct.Struct("".join(formats))
         return functools.partial(form.pack_into, memory, 8 * int(at))
 
-    writer(formats[num_first:], starts[num_first])(*rest)
-    return writer(formats[:num_first], count), address
+    writer(formats[num_varying:], starts[num_varying])(*fixed.values())
+    return writer(formats[:num_varying], count), address
 
 
 def empty(shape, dtype: str):

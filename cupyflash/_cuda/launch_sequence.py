@@ -8,7 +8,6 @@ unchanged. So a kernel spec lists its launches, and one class runs every call.
 import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -177,7 +176,8 @@ class LaunchSequence:
     steps : Steps
         The launches. Names are looked up in `inputs`, `results` and `steps.scratch`.
     arrays : sequence, optional
-        The arrays of the call that is planned for, in the order of `inputs`.
+        The arrays of the call that is planned for, in the order of `inputs`; where one
+        is None, all calls have none.
     out : array, optional
         The one that the first result is written to.
     in_place : bool
@@ -231,34 +231,23 @@ class LaunchSequence:
             for n, (name, x) in enumerate(results.items())
             if x is not None and (name in steps.zeros or x.fill is not None)
         ]
-        self._has_more = bool(
-            self._others or steps.scratch or self._fills or self._found
-        )
-        self._calls = self._with_fixed_written(arguments, len(inputs) + 1)
-        # Most calls of the softmax family: one launch, with the pointers and the result
-        # as its arguments, in this order.
-        is_plain = not self._has_more and arguments == [[*range(len(places))]]
-        self._only = self._calls[0][0] if is_plain else None
+        fixed = {n: 0 for n, x in enumerate(arrays) if x is None}
+        of_call = {n for n, _ in (*self._sections, *self._found)}
+        of_call |= {n for _, n, _ in self._others}
+        fixed |= {n: x for n, x in enumerate(self._template, len(inputs) + 1)
+                  if n not in of_call}  # fmt: skip
+        self._calls = [
+            launch.picking(places, fixed)
+            for launch, places in zip(self.launches, arguments, strict=True)
+        ]
+        makes_more = self._others or steps.scratch or self._fills
+        if len(self._calls) == 1 and not makes_more:
+            self.run = self._one_launch(*self._calls)  # type: ignore[method-assign]
         self._too_near = _too_near(arrays, out, in_place)
         # Arrays with pointers this far apart cannot overlap.
         self.reach = max(
             (max(-low, high) for _, low, high, _ in self._too_near), default=0
         )
-
-    def _with_fixed_written(self, arguments, num_given):
-        """(launch, picker of the arguments that vary between calls), by position."""
-        of_call = {n for n, _ in (*self._sections, *self._found)}
-        of_call |= {n for _, n, _ in self._others}
-        fixed = {n: x for n, x in enumerate(self._template, num_given)
-                 if n not in of_call}  # fmt: skip
-        calls = []
-        for launch, places in zip(self.launches, arguments, strict=True):
-            count = len(places)
-            while count and places[count - 1] in fixed:
-                count -= 1
-            rest = [fixed[n] for n in places[count:]]
-            calls.append((launch.before(rest), _picker(places[:count])))
-        return calls
 
     def may_overlap(self, out: int, pointers: Sequence[int]) -> bool:
         """Whether the span of `out` overlaps an input's; the checks decide then."""
@@ -269,27 +258,49 @@ class LaunchSequence:
         return False
 
     def __call__(self, pointers: Sequence[Any], out: Any = None) -> list[Any]:
+        """The same as `run`, which Python finds faster."""
+        return self.run(pointers, out)
+
+    def run(self, pointers: Sequence[Any], out: Any = None) -> list[Any]:
         """Launch on the current stream; `pointers` in the order of `inputs`."""
         if runtime.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self(pointers, out)
+                return self.run(pointers, out)
         if out is None:
             out = self._new_out()
-        if self._only is not None:
-            self._only(*pointers, out.data.ptr)
-            return [out]
         results = [out, *self._absent]
         values = [*pointers, out.data.ptr, *self._template]
         # Memory between kernels is freed after the launches: earlier, another thread on
         # the same stream could get it.
-        scratch = self._find_more(values, results) if self._has_more else None
-        for enqueue, pick in self._calls:
-            enqueue(*pick(values))
+        scratch = self._make_more(values, results)
+        for place, find in self._found:
+            values[place] = find(values)
+        for enqueue in self._calls:
+            enqueue(values)
         del scratch
         return results
 
-    def _find_more(self, values, results):
-        """Add the other results, what depends on them, and memory between kernels."""
+    def _one_launch(self, enqueue):
+        """`run` of one launch that makes no array but its result: most calls."""
+        device_id, found, absent = self.device_id, self._found, self._absent
+        new_out, template = self._new_out, self._template
+
+        def run(pointers, out=None):
+            if runtime.current_device() != device_id:
+                with cupy.cuda.Device(device_id):
+                    return run(pointers, out)
+            if out is None:
+                out = new_out()
+            values = [*pointers, out.data.ptr, *template]
+            for place, find in found:
+                values[place] = find(values)
+            enqueue(values)
+            return [out, *absent]
+
+        return run
+
+    def _make_more(self, values, results):
+        """Add the other results and the memory between kernels."""
         memory = None
         for n, place, new in self._others:
             x = results[n] = new()
@@ -304,16 +315,7 @@ class LaunchSequence:
                 memory.memset_async(0, self.steps.cleared)
         for n, value in self._fills:
             fill(results[n], value)
-        for place, find in self._found:
-            values[place] = find(values)
         return memory
-
-
-def _picker(places):
-    """The function that takes the arguments of a launch from the values of a call."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: [values[place] for place in places]
 
 
 def _too_near(arrays, out, in_place):

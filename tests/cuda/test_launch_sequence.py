@@ -172,6 +172,15 @@ def test_spans_that_meet_the_output(events, in_place):
     assert plan.may_overlap(at, (at + 40, at)) == (not in_place)
 
 
+def test_an_absent_array_is_a_null_pointer_in_all_calls(events):
+    """The kernels are told so once, whatever the calls say."""
+    steps = Steps([(config("one"), ("x", "bias", "out"))])
+    results = {"out": Result((2,), F4)}
+    plan = LaunchSequence(0, ("x", "bias"), results, steps, (array(1), None))
+    plan((1, 99))
+    assert events == [("one", 1, 0, 777)]
+
+
 def test_what_is_the_same_in_each_call_is_written_once(monkeypatch):
     """Each thread launches with memory of its own, in which only the first change."""
     import ctypes
@@ -182,19 +191,24 @@ def test_what_is_the_same_in_each_call_is_written_once(monkeypatch):
 
     def go(stream, address, extra):
         at = (ctypes.c_int64 * 4).from_address(address)
-        numbers = [ctypes.c_int64.from_address(at[n]).value for n in (0, 1, 3)]
-        seen.append((address, *numbers, ctypes.string_at(at[2], 5)))
+        numbers = [ctypes.c_int64.from_address(at[n]).value for n in (0, 2, 3)]
+        seen.append((address, *numbers, ctypes.string_at(at[1], 5)))
 
     stream = SimpleNamespace(ptr=0)
     monkeypatch.setattr(launch, "_current_stream", lambda device_id: stream)
     one = launch.Launch(config("one"), 0)
-    enqueue = one.before((b"fixed", 7))
+    # Neither in the order of the values, nor all of them, nor the fixed ones last.
+    picking = one.picking((3, 5, 0, 2), {5: b"fixed", 2: 7})
+
+    def enqueue(first, second):
+        picking([second, None, None, first, None, None])
+
     noted = []
     monkeypatch.setattr(
         launch.Launch, "enqueue", lambda self, *args: noted.append(args)
     )
     enqueue(1, -2)  # not compiled yet
-    assert noted == [(1, -2, b"fixed", 7)]
+    assert noted == [(1, b"fixed", -2, 7)]
     assert not seen
     one._enqueue = go
     enqueue(1, -2)

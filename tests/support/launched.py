@@ -45,5 +45,5 @@ class Watch:
 
         for name in ("__call__", "enqueue"):
             setattr(launch, name, noting(getattr(launch, name)))
-        launch.before = noting_later(launch.before)
+        launch.picking = noting_later(launch.picking)
         return launch

@@ -97,7 +97,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
         pointers[_OPTIONS] = _functions.with_taken(
             pointers[_OPTIONS], plan.taken, score_arrays, mask_arrays
         )
-    return _named(plan, plan(pointers))
+    return _named(plan, plan.run(pointers))
 
 
 _OFFSET = AttentionCall._fields.index("offset")
@@ -187,6 +187,7 @@ def make_plan(problem, operands) -> AttentionPlan:
         _copies.names_before(AttentionCall._fields, copies),
         results,
         _copies.with_copies(steps, copies),
+        arrays_of(operands.forward),
     )
     plan.offset = attention_params.launch_offset(problem.forward)
     plan.dscore = problem.need_dscore

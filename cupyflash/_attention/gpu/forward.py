@@ -1,6 +1,7 @@
 """The CuPy back end of attention: plans of kernels and matmuls, and their launches."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ _STEPS = {
     TensorFloat64Kernel: fused_steps,
 }
 _NO_OPTIONS = (0,) * len(OPTIONS)
+_FAR = attention_params.FAR
 # For counts of a mask in explain(): the least size of a tile, and the most tiles of a
 # side.
 _TILE, _MOST_TILES = 128, 64
@@ -55,16 +57,18 @@ _TILE, _MOST_TILES = 128, 64
 merge = combine.merge
 
 
-def attention(*arguments) -> tuple[Any, Any]:
-    """attention() of CuPy arrays; a repeated call goes directly to its launch."""
+def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
+    """attention() of CuPy arrays; a repeated call goes directly to its launch.
+
+    `score_and_arrays` are the last three of `problem.attention`, if it has functions.
+    """
     (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method, *score_and_arrays,
+        method,
     ) = arguments  # fmt: skip
-    far = attention_params.FAR
     # Larger offsets change the window, too: leave them to the checks.
-    offset_is_int = type(query_offset) is int and -far <= query_offset <= far
+    offset_is_int = type(query_offset) is int and -_FAR <= query_offset <= _FAR
     offsets = None if offset_is_int else query_offset
     try:
         of_q, of_k, of_v = q.data, k.data, v.data
@@ -116,9 +120,8 @@ def attention(*arguments) -> tuple[Any, Any]:
             plan.may_overlap(out.data.ptr, pointers)
             or (functions and _functions.overlap(out, *functions[1::2]))
         ):
-            out, lse = plan(pointers, out)
-            return out, lse
-    return _planned(key, plan, *arguments)
+            return plan.run(pointers, out)
+    return _planned(key, plan, (*arguments, *score_and_arrays))
 
 
 def _with_options(key, *given):
@@ -135,7 +138,7 @@ def _with_options(key, *given):
 
 
 @graphs.keeps_memory
-def _planned(key, plan, *arguments):
+def _planned(key, plan, arguments):
     """Check a call and run it; keep the plan under `key` if it is a new one."""
     problem, operands = attention_problem.attention(*arguments)
     with cupy.cuda.Device(operands.q.data.device_id):
@@ -149,20 +152,19 @@ def _planned(key, plan, *arguments):
         return run(plan, problem, operands)
 
 
-def run(plan, problem, operands) -> tuple[Any, Any]:
+def run(plan, problem, operands) -> Sequence[Any]:
     """Launch a plan for checked operands."""
     offset = attention_params.launch_offset(problem)
     if isinstance(plan, UnfusedPlan):
         return plan(operands, offset)
     functions = _functions.packed(problem, operands.functions)
     pointers = (*addresses(arrays_of(operands)), offset, functions)
-    out, lse = plan(pointers, operands.given_out)
-    return out, lse
+    return plan(pointers, operands.given_out)
 
 
-def unplanned(*arguments):
+def unplanned(arguments, score_and_arrays=()):
     """Check a call and run it."""
-    return _planned(None, None, *arguments)
+    return _planned(None, None, (*arguments, *score_and_arrays))
 
 
 def _facts(x):

@@ -47,6 +47,10 @@ _KEYS_OF_SPLIT = 256
 # than by the block that finishes last.
 _COMBINED_BY_A_BLOCK = 1 << 17
 
+# The most splits that keep sums exact enough, and bytes of their results. Beyond, the
+# next row takes a problem.
+_MOST_EXACT_SPLITS, _MOST_SPLIT_BYTES = 8, 8 << 30
+
 # Leaves room for up to 10 KB of key terms and barriers.
 _MOST_STAGED = 217 << 10
 
@@ -131,8 +135,6 @@ class HopperKernel:
             return (
                 "many short sequences of narrow heads hide each other in smaller blocks"
             )
-        if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
-            return f"sums in {problem.dtype} are exact enough up to {most} keys"
         if problem.no_tensor_map is not None:
             return problem.no_tensor_map
         if not self._ladder(problem):
@@ -140,12 +142,30 @@ class HopperKernel:
                 "has too few registers for these options together at head_dim "
                 f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
             )
+        if reason := self._has_long_sums(problem, device):
+            return reason
         if self._smem(problem) > device.smem_optin:
             return (
                 f"needs {self._smem(problem)} bytes of shared memory, a block may have "
                 f"{device.smem_optin}"
             )
         return too_many(self.counts(problem, device))
+
+    def _has_long_sums(self, problem, device):
+        """Why splits do not keep the sums over keys exact enough, or None."""
+        most, splits = MOST_KEYS[problem.dtype], self.num_splits(problem, device)
+        if most_seen(problem) <= splits * most:
+            return None
+        reason = f"sums in {problem.dtype} are exact enough up to {most} keys"
+        wanted = _exact_splits(problem)
+        if problem.head_dim_v % 4:
+            return f"{reason}, and {problem.head_dim_v} columns of v are not split"
+        if wanted > _MOST_EXACT_SPLITS:
+            return f"{reason}, or up to {_MOST_EXACT_SPLITS} times as many in splits"
+        size = wanted * _bytes_of_results(problem)
+        if size > _MOST_SPLIT_BYTES:
+            return f"{reason}, and results of {wanted} splits would take {size} bytes"
+        return f"{reason}, and the sinks of these queries are not joined with splits"
 
     def counts(
         self, problem: AttentionProblem, device: Device
@@ -219,16 +239,19 @@ class HopperKernel:
         return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
 
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
-        """Splits of the keys, if tiles of queries alone do not fill the device."""
-        tile = self.tile(problem)
-        work_tiles = self._num_tiles(problem, tile)
+        """Splits of the keys: to fill the device, or to keep sums exact enough."""
+        if problem.head_dim_v % 4:  # splits are written and combined in vectors
+            return 1
+        to_fill = device.num_sms // self._num_tiles(problem, self.tile(problem))
         most = most_seen(problem) // _KEYS_OF_SPLIT
+        exact = _exact_splits(problem)
+        size = exact * _bytes_of_results(problem)
+        if exact > _MOST_EXACT_SPLITS or size > _MOST_SPLIT_BYTES:
+            exact = 1
         if problem.sinks is not None:  # sinks are added by a block that combines splits
             most = min(most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem))
-        # Splits are written and combined in vectors of 4 columns.
-        if most < 2 or problem.head_dim_v % 4:
-            return 1
-        return max(1, min(device.num_sms // work_tiles, most))
+            exact = min(exact, most) if to_fill > 1 else 1
+        return max(1, min(to_fill, most), exact)
 
     def _bytes_of_split(self, problem):
         """Bytes of the results of a tile for one split of the keys."""
@@ -239,7 +262,11 @@ class HopperKernel:
         """Whether the kernel itself combines the splits of the keys."""
         num_splits = self.num_splits(problem, device)
         size = num_splits * self._bytes_of_split(problem)
-        return num_splits > 1 and size <= _COMBINED_BY_A_BLOCK
+        # There is a counter for each tile, if splits are to fill the device.
+        num_tiles = self._num_tiles(problem, self.tile(problem))
+        if num_splits == 1 or 2 * num_tiles > device.num_sms:
+            return False
+        return size <= _COMBINED_BY_A_BLOCK
 
     def split_bytes(self, problem: AttentionProblem, device: Device) -> dict[str, int]:
         """Bytes of lse (float64) and out (float32) of all splits."""
@@ -411,6 +438,16 @@ class HopperKernel:
             "cap": cap_of(problem),
             "scale": scale,
         }
+
+
+def _exact_splits(problem):
+    """The splits of the keys in which sums are exact enough."""
+    return -(-most_seen(problem) // MOST_KEYS[problem.dtype])
+
+
+def _bytes_of_results(problem):
+    """Bytes of lse (float64) and out (float32) of a split."""
+    return (8 + 4 * problem.head_dim_v) * math.prod(problem.lse_shape)
 
 
 def split_states(problem, num_splits):

@@ -18,10 +18,11 @@ from placing import empty, place
 
 import cupyflash
 from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.config import MOST_KEYS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.sm90.forward import HopperKernel
 from cupyflash._cuda import device as _device
-from cupyflash._cuda import kernel, source
+from cupyflash._cuda import kernel, runtime, source
 
 HOPPER = _device.device_of_arch("sm_90a")
 (ROW,) = (row for row in ATTENTION_KERNELS if isinstance(row, HopperKernel))
@@ -59,9 +60,24 @@ def test_takes(dtype, head_dim, bounds):
         (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
         (dataclasses.replace(problem(), seqlen_k=0), HOPPER, "no keys"),
         (
-            dataclasses.replace(problem("float16"), seqlen_k=(1 << 18) + 1),
+            dataclasses.replace(problem("float16"), seqlen_k=(8 << 18) + 1),
             HOPPER,
-            "exact enough up to 262144 keys",
+            "exact enough up to 262144 keys, or up to 8 times as many in splits",
+        ),
+        (
+            dataclasses.replace(problem("float16"), seqlen_k=1 << 19, head_dim_v=63),
+            HOPPER,
+            "exact enough up to 262144 keys, and 63 columns of v are not split",
+        ),
+        (
+            dataclasses.replace(problem("float16", sinks="float32"), seqlen_k=1 << 19),
+            HOPPER,
+            "exact enough up to 262144 keys, and the sinks",
+        ),
+        (
+            dataclasses.replace(problem("float16"), seqlen_q=1 << 19, seqlen_k=1 << 19),
+            HOPPER,
+            "and results of 2 splits would take 17716740096 bytes",
         ),
         (dataclasses.replace(problem(), seqlen_q=1 << 31), HOPPER, "32 bits"),
     ],
@@ -373,6 +389,36 @@ def test_keys_are_split_where_tiles_are_few():
     assert combine.variant.entry == "attention_combine"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "seqlen_k", "num_splits"),
+    [
+        ("float16", 1 << 18, 1),
+        ("float16", (1 << 18) + 1, 2),
+        ("float16", 1 << 21, 8),
+        ("bfloat16", 1 << 21, 1),
+        ("bfloat16", (1 << 21) + 1, 2),
+    ],
+)
+def test_keys_are_split_where_a_sum_would_not_be_exact_enough(
+    dtype, seqlen_k, num_splits
+):
+    asked = dataclasses.replace(problem(dtype), seqlen_k=seqlen_k)
+    assert ROW.unsupported_reason(asked, HOPPER) is None
+    assert ROW.num_splits(asked, HOPPER) == num_splits
+    # There are more tiles than a block counts; another kernel combines the splits.
+    assert len(ROW.configs(asked, 1, HOPPER)) == (1 if num_splits == 1 else 2)
+
+
+def test_splits_that_fill_the_device_are_short_enough():
+    decoding = dataclasses.replace(few_queries(), dtype="float16", seqlen_k=1 << 21)
+    assert ROW.unsupported_reason(decoding, HOPPER) is None
+    assert ROW.num_splits(decoding, HOPPER) == HOPPER.num_sms // 8
+    narrow = dataclasses.replace(
+        problem("float16", left=1023, right=0), seqlen_k=1 << 22
+    )
+    assert ROW.num_splits(narrow, HOPPER) == 1
+
+
 # --- on a device ---------------------------------------------------------------------
 
 SHAPES = {
@@ -446,6 +492,36 @@ def placed(cupy, options):
     for name, x in options.items():
         given[name] = place(cupy, x) if isinstance(x, np.ndarray) else x
     return given
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind", ["full", "causal", "window", "key lengths", "bias", "mask", "alibi"]
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_more_keys_than_one_sum_is_exact_enough_for(cupy, rng, monkeypatch, dim, kind):
+    monkeypatch.setitem(MOST_KEYS, "float16", 400)
+    heads = runtime.device(0).num_sms // 2 + 1  # two splits each would not fit at once
+    q_shape, k_shape = (1, heads, 70, dim), (1, 1, 1100, dim)
+    options = options_of(kind, rng, q_shape, k_shape)
+    q, k, v = (rng.normal(size=s).astype("f2") for s in (q_shape, k_shape, k_shape))
+    given = {**placed(cupy, options), "return_lse": True}
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    taken, split_kv = [], HopperKernel.split_kv
+
+    def recorded(*arguments):
+        taken.append(split_kv(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(HopperKernel, "split_kv", recorded)
+    out, lse = cupyflash.attention(*arrays, **given)
+    assert [split.num_splits for split in taken] == [3]
+    exact, exact_lse, size = oracle.attention(q, k, v, real=np.float64, **options)
+    assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    largest = np.abs(exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + largest)
 
 
 @pytest.mark.gpu

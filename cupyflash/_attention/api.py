@@ -297,6 +297,8 @@ def attention(
     Besides the result, "tiled" needs memory for blocks of scores. On a GPU, float32 on
     tensor cores takes up to four times the result for prepared keys and values, and
     few queries whose keys are split over the whole card take some MiB for the parts.
+    More than 262,144 keys in float16 are split on Hopper, too; the parts take up to 8
+    GiB.
 
     References
     ----------

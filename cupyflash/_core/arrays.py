@@ -124,7 +124,9 @@ def _refuse_other_arrays(x):
 
 def _adopt_as(name, x):
     """`x` adopted, or an error that names it."""
-    if isinstance(x, np.ma.MaskedArray):
+    # Who has a masked array has imported numpy.ma, which takes NumPy a while.
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(x, masked.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled() "
             "with a value, and the mask as a separate argument"

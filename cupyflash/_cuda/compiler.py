@@ -1,12 +1,15 @@
 """Compiles text and options to a loaded kernel, and caches it."""
 
+import ast
 import contextlib
 import functools
+import hashlib
 import os
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cupy
 
@@ -39,6 +42,7 @@ def get_kernels(variants: Iterable[Variant], device_id: int) -> None:
     new = [v for v in dict.fromkeys(variants) if (v, device_id) not in _locks]
     if len(new) < 2 or graphs.is_capturing():
         return  # the launch loads them, or reports the error
+    from concurrent.futures import ThreadPoolExecutor  # late: many calls do without
 
     def load(variant):
         with cupy.cuda.Device(device_id):
@@ -60,7 +64,8 @@ def _load(variant, device_id):
     # long as a kernel from the cache. So defines are part of the text.
     text = variant.prelude + source.load(variant.source, variant.generated)
     module = cupy.RawModule(code=text, options=variant.flags)
-    kernel = _build(module, variant)
+    with _version_from_disk():
+        kernel = _build(module, variant)
     if variant.smem:  # must be allowed from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem
     if variant.cluster > _PORTABLE_CLUSTER:
@@ -69,6 +74,56 @@ def _load(variant, device_id):
         )
     # The underlying Function launches without the look-ups of RawKernel.
     return kernel.kernel
+
+
+# Before CuPy looks into its cache it compiles an empty file, in each process and for
+# each set of options, since the comments of the result tell the version of the
+# compiler. It keeps them here.
+_version_comments = getattr(cupy.cuda.compiler, "_empty_file_preprocess_cache", None)
+
+
+@contextlib.contextmanager
+def _version_from_disk():
+    """Let CuPy compile no empty file if an earlier process did, with the same NVRTC."""
+    path = _version_file()
+    if path is None:
+        yield
+        return
+    _read_versions(path)
+    before = len(_version_comments)
+    yield
+    if len(_version_comments) > before:
+        with contextlib.suppress(OSError):
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, delete=False
+            ) as file:
+                file.write(repr(dict(_version_comments)))
+            os.replace(file.name, path)
+
+
+@functools.cache
+def _read_versions(path):
+    with contextlib.suppress(OSError, ValueError, SyntaxError, TypeError):
+        _version_comments.update(ast.literal_eval(path.read_text("utf-8")))
+
+
+def _version_file():
+    """The file for the version of this NVRTC, in CuPy's cache; None if unknown."""
+    if not isinstance(_version_comments, dict) or os.environ.get(
+        "CUPY_CACHE_IN_MEMORY"
+    ):
+        return None
+    try:
+        from cuda import pathfinder
+
+        library = Path(pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path)
+        facts = library.stat()
+    except (ImportError, OSError, RuntimeError, TypeError):
+        return None
+    told = repr((str(library), facts.st_size, facts.st_mtime_ns, cupy.__version__))
+    folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
+    name = f"cupyflash_nvrtc_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    return Path(folder).expanduser() / name
 
 
 def _build(module, variant):

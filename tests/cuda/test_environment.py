@@ -151,6 +151,86 @@ def test_the_cache_in_memory_writes_no_file(compiler, tmp_path, monkeypatch):
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "1"
 
 
+@pytest.fixture
+def new_process(compiler, tmp_path, monkeypatch):
+    """What forgets all that this process knows of the compiler."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+
+    def forget():
+        known = {}
+        monkeypatch.setattr(compiler, "_empty_file_preprocess_cache", known)
+        monkeypatch.setattr(_compiler, "_version_comments", known)
+        _compiler._read_versions.cache_clear()
+
+    forget()
+    yield forget
+    _compiler._read_versions.cache_clear()
+
+
+def build_with_version(compiler):
+    with _compiler._version_from_disk():
+        return build(compiler)
+
+
+@needs_nvrtc
+def test_the_version_of_the_compiler_is_asked_once(
+    compiler, new_process, tmp_path, monkeypatch
+):
+    """Not in each process: a kernel from the folder needs no compiler."""
+    first = build_with_version(compiler)
+    new_process()
+    for step in ("_preprocess", "_compile_using_nvrtc_no_warning"):
+        monkeypatch.setattr(compiler, step, None)
+    compiler._empty_file_preprocess_cache["of CuPy's own kernels"] = ""
+    assert build_with_version(compiler) == first
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("content", [b"", b"{('a', ", b"7", b"\xff\xfe", b"[1, 2]"])
+def test_a_corrupt_file_of_the_version_is_written_anew(
+    compiler, new_process, tmp_path, content
+):
+    first = build_with_version(compiler)
+    (path,) = tmp_path.glob("cupyflash_nvrtc_*")
+    whole = path.read_bytes()
+    path.write_bytes(content)
+    new_process()
+    assert build_with_version(compiler) == first
+    assert path.read_bytes() == whole
+
+
+@needs_nvrtc
+def test_no_file_of_the_version_without_a_folder(
+    compiler, new_process, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "missing"))
+    assert build_with_version(compiler)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
+    new_process()
+    assert build_with_version(compiler)
+    assert not list(tmp_path.glob("cupyflash_nvrtc_*"))
+
+
+@needs_nvrtc
+def test_another_nvrtc_is_asked_for_its_version(new_process, tmp_path, monkeypatch):
+    """It has another file, by its path, size and time."""
+    from cuda import pathfinder
+
+    seen, found = set(), types.SimpleNamespace()
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lambda _: found)
+    for name, content, time in (("a", b"1", 1), ("b", b"1", 1), ("b", b"1", 2),
+                                ("b", b"22", 2)):  # fmt: skip
+        library = tmp_path / name
+        library.write_bytes(content)
+        os.utime(library, ns=(time, time))
+        found.abs_path = str(library)
+        seen.add(_compiler._version_file())
+    assert len(seen) == 4
+    found.abs_path = str(tmp_path / "missing")
+    assert _compiler._version_file() is None
+
+
 @needs_nvrtc
 def test_an_error_of_the_source_is_one_sentence_and_the_log(compiler):
     with pytest.raises(RuntimeError, match="the kernel did not compile") as error:

@@ -523,6 +523,8 @@ class Entries:
         _, base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
         if not is_finite(o):
             self._repair(box, o, s, v, divisor)
+            # The sum of a row whose scores all overflow to -inf, which is NaN here.
+            np.copyto(d, 0, where=base == -np.inf)
         if o is not out:
             np.copyto(out, o, casting="unsafe")
         self._store_rest(box, out, base, d)

@@ -11,6 +11,7 @@ import tracemalloc
 import types
 import warnings
 
+import fuzz
 import numpy as np
 import oracle
 import pytest
@@ -369,6 +370,28 @@ def test_rows_of_a_box_are_of_one_size(rows):
     assert size * 2000 <= 1 << 18
     assert parts * size - rows < parts  # but for rounding up
     assert parts == 1 or parts % threads.num_cores() == 0 or size == 1
+
+
+@pytest.mark.parametrize("method", ["auto", "safe", "online"])
+@pytest.mark.parametrize("slope", [1e38, np.inf])
+@pytest.mark.parametrize("keys", [1, 6, 40])
+@pytest.mark.parametrize("entries", [1, 5])
+def test_scores_that_all_overflow_are_hidden_keys(rng, method, slope, keys, entries):
+    """Alibi alone hides them, and lse says so, also in a call like an earlier one."""
+    q, k, v = arrays(rng, entries, 4, keys, 8)
+    slopes = np.array([slope], np.float32)
+    for _ in range(2):
+        out, lse = cupyflash.attention(
+            q, k, v, alibi_slopes=slopes, query_offset=keys + 40, method=method,
+            return_lse=True,
+        )  # fmt: skip
+        assert (out == 0).all()
+        assert (lse == -np.inf).all()
+
+
+def test_scores_of_128_columns_of_one_sign():
+    """BLAS adds them one after another: the rule of docs/guides/precision.md."""
+    fuzz.run(np, fuzz.draw("attention", 5016183, 4, 8))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

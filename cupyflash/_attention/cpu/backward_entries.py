@@ -137,7 +137,7 @@ class Direct(entries.Direct):
         if self._cap:
             np.multiply(np.tanh(np.divide(s, self._cap, s), s), self._cap, s)
             slope = _derivative_of_cap(s, self._cap)
-        self._add_and_hide(s, bias, mask, slopes, key_lengths)
+        self._add_and_hide(s, bias, mask, slopes, query_lengths, key_lengths)
         lse = lse[..., None]
         if self._may_hide:
             lse = finite_base(lse)

@@ -7,6 +7,7 @@ of a box one by one, so that no entry depends on the others.
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,10 @@ _BOXES_OF_A_THREAD = 4
 # float64 (the thresholds of OpenBLAS, which has none for float32 there).
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
+# Cost of a single entry whose rows two threads share, and what the cut is a multiple
+# of: tiles of BLAS have 4, 8, 12, 16 or 24 rows, and so it rounds as without a cut.
+_WORTH_HALVES = 14_000_000
+_ROWS_OF_TILES = 24
 
 
 def takes(problem):
@@ -154,6 +159,40 @@ def run(problem, operands, out, lse):
     _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
 
 
+def cut_of(problem):
+    """The row where an entry is cut for two threads if it is alone; 0 if it is not.
+
+    A batch has one thread for each entry, and the bits of each are those of it alone.
+    So the cut is between two tiles of BLAS. Where scores lie side by side, BLAS has
+    other tiles of rows: then the product is made in two parts in a batch, too.
+    """
+    rows, size = problem.seqlen_q, _rows_of_a_box(problem)
+    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES:
+        size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
+    return size if size < rows <= 2 * size else 0
+
+
+def goes_in_halves(problem):
+    """Whether two threads take a half each of the only entry."""
+    rows, keys, cut = problem.seqlen_q, problem.seqlen_k, cut_of(problem)
+    # Boxes of some rows skip the keys that these do not see.
+    skips = (
+        cut == _rows_of_a_box(problem) and (problem.left, problem.right) != (None,) * 2
+    )
+    return (
+        cut > 0
+        and takes(problem)
+        and problem.method in ("auto", "tiled")
+        and math.prod(problem.batch) * problem.num_heads == 1
+        and rows * keys <= 2 * _scores_of_a_box(problem)
+        and problem.layout == "bhsd"
+        and not problem.query_lengths
+        and not hides_by_lengths(problem)
+        and not skips
+        and _threads.with_blas(_threads.num_cores()) > 1
+    )
+
+
 def _lies_side_by_side(problem):
     """Whether a key has its scores of all rows in a line of memory.
 
@@ -212,6 +251,12 @@ def uses_offset(problem):
     return problem.has_functions or bounds != (None, None, None)
 
 
+def hides_by_lengths(problem):
+    """Whether the lengths decide which keys are hidden, and nothing else."""
+    others = problem.has_functions or problem.alibi_slopes
+    return problem.query_offset == "lengths" and uses_offset(problem) and not others
+
+
 def visible_keys(problem, offset, start, stop):
     """(first, last) of the keys that rows [start, stop) may see by their bounds."""
     first, last = 0, problem.seqlen_k
@@ -230,20 +275,25 @@ def is_finite(x):
 
 
 class Direct:
-    """A call of one box in the calling thread, which needs no checks: one had them.
+    """A call of one box, or of two halves, which needs no checks: one had them.
 
-    It does what `Entries.compute` does, for contiguous arrays and most options.
+    One box is the calling thread's, the other half that of a second one. It does what
+    `Entries.compute` does, for contiguous arrays and most options.
     """
 
     @staticmethod
     def takes(problem, q_shape, k_shape):
         """Whether calls like this one can be made this way."""
         return (
-            is_one_box(problem)
+            (is_one_box(problem) or goes_in_halves(problem))
             and problem.dtype == problem.compute_dtype
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
-            and (isinstance(problem.query_offset, int) or not uses_offset(problem))
+            and (
+                isinstance(problem.query_offset, int)
+                or not uses_offset(problem)
+                or hides_by_lengths(problem)
+            )
             # Entries.compute reads the keys alone that some row may see.
             and visible_keys(problem, problem.query_offset, 0, problem.seqlen_q)
             == (0, problem.seqlen_k)
@@ -252,13 +302,21 @@ class Direct:
             and np.broadcast_shapes(q_shape[:-3], k_shape[:-3]) == problem.batch
         )
 
-    def __init__(self, problem):
+    def __init__(self, problem, whole=None):
+        self._halves = []
+        if whole is None and goes_in_halves(problem):
+            self._halves = [
+                (rows, Direct(_of_rows(problem, rows), problem))
+                for rows in _halves_of(problem)
+            ]
+        whole = whole or problem
         self._factor = np.asarray(scale_of(problem))
         self._folds = (
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
-        self._side_by_side = _lies_side_by_side(problem)
+        self._side_by_side = _lies_side_by_side(whole)
+        self._cuts = _cuts_of(problem) if whole is problem else [slice(None)]
         self._layout = problem.layout
         self._out_shape, self._lse_shape = problem.out_shape, problem.lse_shape
         # The axes of the heads of k and v, and of the heads of a group; or one for all.
@@ -267,16 +325,20 @@ class Direct:
         if problem.heads_axis and (problem.group_size > 1 or problem.layout != "bhsd"):
             self._groups = heads = problem.num_kv_heads, problem.group_size
         rows, keys = problem.seqlen_q, problem.seqlen_k
-        offset = problem.query_offset if uses_offset(problem) else 0
+        self._bounds = problem.left, problem.right
+        self._hides_by_lengths = hides_by_lengths(problem)
+        is_known = uses_offset(problem) and not self._hides_by_lengths
+        offset = problem.query_offset if is_known else 0
         self._rows, self._keys = np.arange(rows)[:, None], np.arange(keys)
         diagonal = self._rows + offset
         hidden = np.zeros((rows, keys), bool)
-        if problem.left is not None:
-            hidden |= self._keys < diagonal - problem.left
-        if problem.right is not None:
-            hidden |= self._keys > diagonal + problem.right
+        if not self._hides_by_lengths:
+            hidden |= self._is_outside(diagonal)
         self._may_hide = bool(
-            problem.mask_function or problem.mask or problem.key_lengths
+            problem.mask_function
+            or problem.mask
+            or problem.key_lengths
+            or self._hides_by_lengths
         )
         blind = hidden.all(axis=1)
         self._blind_rows = None
@@ -311,8 +373,30 @@ class Direct:
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
+        if self._halves:
+            return self._in_halves(q, k, v, *options)
         run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
         return run(self._compute, q, k, v, *options)
+
+    def _in_halves(self, q, k, v, out, bias, functions, mask, *others):
+        """The same by two threads, each with its rows."""
+        if out is None:
+            out = np.empty(self._out_shape, self._dtype)
+        results = [None, None]
+
+        def compute(number, scratch):
+            rows, half = self._halves[number]
+            results[number] = half._compute(
+                q[..., rows, :], k, v, out[..., rows, :], _rows_of(bias, rows),
+                functions, _rows_of(mask, rows), *others,
+            )  # fmt: skip
+
+        _threads.for_each_with_blas(compute, (0, 1), 2)
+        if None in results:
+            return None
+        if not self._return_lse:
+            return out, None
+        return out, np.concatenate([lse for _, lse in results], -1)
 
     def _compute(
         self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,
@@ -335,7 +419,7 @@ class Direct:
                 functions.hide(s)
             except IndexError:  # perhaps of a pair that an option hides
                 return None
-        self._add_and_hide(s, bias, mask, slopes, key_lengths)
+        self._add_and_hide(s, bias, mask, slopes, query_lengths, key_lengths)
         if sinks is not None:
             sinks = self._sinks(sinks)
         o, base, d, _ = _weigh(s, v, values, sinks, self._may_hide)
@@ -371,15 +455,31 @@ class Direct:
 
     def _product(self, a, b):
         """a b^T, one number a score."""
-        if self._side_by_side:
+        if not self._side_by_side:
+            return np.matmul(a, b.mT)
+        if len(self._cuts) == 1:
             return np.matmul(b, a.mT).mT
-        return np.matmul(a, b.mT)
+        shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), self._keys.size)
+        s = np.empty((*shape, self._rows.size), self._dtype)
+        for rows in self._cuts:
+            np.matmul(b, a[..., rows, :].mT, out=s[..., rows])
+        return s.mT
 
     def _padding(self, query_lengths):
         """Which rows are beyond their lengths, beside the scores."""
         return self._rows >= np.asarray(query_lengths)[self._of_batch]
 
-    def _add_and_hide(self, s, bias, mask, slopes, key_lengths):
+    def _is_outside(self, diagonal):
+        """Which keys are beyond the bounds around the diagonal of each row."""
+        left, right = self._bounds
+        outside = np.zeros((1, 1), bool)
+        if left is not None:
+            outside = self._keys < diagonal - left
+        if right is not None:
+            outside = outside | (self._keys > diagonal + right)
+        return outside
+
+    def _add_and_hide(self, s, bias, mask, slopes, query_lengths, key_lengths):
         """Bias, alibi and masks, in place."""
         if s.ndim == 2:  # of q, k and v without an axis of heads
             bias, mask = (_matrix(x) for x in (bias, mask))
@@ -395,6 +495,16 @@ class Direct:
         if key_lengths is not None:
             beyond = self._keys >= np.asarray(key_lengths)[self._of_batch]
             np.copyto(s, -np.inf, where=beyond)
+        if self._hides_by_lengths:
+            offset = self._length(key_lengths, self._keys.size)
+            offset = offset - self._length(query_lengths, self._rows.size)
+            np.copyto(s, -np.inf, where=self._is_outside(self._rows + offset))
+
+    def _length(self, lengths, size):
+        """Lengths beside the scores of their batch entries, or the size of the axis."""
+        if lengths is None:
+            return size
+        return np.asarray(lengths, np.int64)[self._of_batch]
 
     def _sinks(self, sinks):
         """Sinks beside the scores of their heads; far below float32 there is none."""
@@ -417,6 +527,36 @@ class Direct:
         if shape[at] == num_kv_heads * group_size:
             heads = self._groups
         return x.reshape(shape[:at] + heads + shape[at + 1 :])
+
+
+def _cuts_of(problem):
+    """Rows whose products BLAS makes at a time."""
+    cut = cut_of(problem)
+    # A smaller box is cut already.
+    if cut and cut != _rows_of_a_box(problem) and _lies_side_by_side(problem):
+        return _halves_of(problem)
+    return [slice(None)]
+
+
+def _halves_of(problem):
+    return slice(0, cut_of(problem)), slice(cut_of(problem), problem.seqlen_q)
+
+
+def _of_rows(problem, rows):
+    """The problem of some rows."""
+    offset = problem.query_offset
+    return replace(
+        problem,
+        seqlen_q=rows.stop - rows.start,
+        query_offset=offset + rows.start if isinstance(offset, int) else offset,
+    )
+
+
+def _rows_of(x, rows):
+    """Rows of a bias or a mask, which may have one for all."""
+    if x is None or x.ndim < 2 or x.shape[-2] == 1:
+        return x
+    return x[..., rows, :]
 
 
 def _matrix(x):
@@ -472,6 +612,7 @@ class Entries:
         self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
         self._side_by_side = _lies_side_by_side(problem)
+        self._cuts = _cuts_of(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
             problem.left is not None
@@ -548,7 +689,8 @@ class Entries:
         q, factor = self._queries(scratch, self._q[(*entries, rows)], k)
         shape = (*q.shape[:-1], k.shape[-2])
         s = self._matrices(scratch, "s", shape, self.dtype)
-        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        for cut in self._cuts:
+            np.matmul(q[..., cut, :], k.swapaxes(-1, -2), out=s[..., cut, :])
         if factor != 1:
             np.multiply(s, factor, out=s)
         return s, q, factor

@@ -121,6 +121,8 @@ def describe(problem, operands):
     threads = _threads.with_blas(num_threads(problem))
     if _method(problem) is entries.run:
         size, rows = entries.shape_of_a_box(problem)
+        if entries.goes_in_halves(problem):
+            rows, threads = entries.cut_of(problem), 2
         return {
             "kernel": name,
             "entries_of_a_task": size,

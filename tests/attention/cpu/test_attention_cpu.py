@@ -312,7 +312,7 @@ def test_blas_takes_no_thread_for_small_products(dtype):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 8000, 64), (1, 300, 300, 64), (2, 1, 30000, 16), (1, 4096, 1, 128)]
+    "shape", [(1, 1, 8000, 64), (1, 200, 200, 64), (2, 1, 30000, 16), (1, 4096, 1, 128)]
 )
 def test_calls_below_a_millisecond_take_one_thread(rng, ways, shape):
     q, k, v = arrays(rng, *shape)
@@ -355,6 +355,61 @@ def test_many_entries_have_the_bits_of_one(rng, monkeypatch, shape, cores):
     few = [cupyflash.attention(*one) for _ in range(2)]
     y = cupyflash.attention(*many)
     assert few[0].tobytes() == few[1].tobytes() == y[: shape[0]].tobytes()
+
+
+_OF_HALVES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (250, 3), "query_offset": 100},
+    "bias": {"bias": (200, 300)},
+    "bias of keys": {"bias": (300,), "softcap": 3.0},
+    "mask": {"mask": (200, 1)},
+    "alibi and sinks": {"alibi_slopes": (1,), "sinks": (1,)},
+    "key lengths": {"key_lengths": 177},
+    "score": {"score": lambda s, b, h, i, j: s - 0.01 * (i - j) ** 2},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [16, 130, 300])
+@pytest.mark.parametrize("name", _OF_HALVES)
+def test_a_single_entry_goes_in_halves_to_two_threads(rng, ways, name, keys, dtype):
+    """With the bits of the entry among others, and of the same call by one thread."""
+    rows, options = 200 if keys > 16 else 1500, {}
+    for option, x in _OF_HALVES[name].items():
+        if isinstance(x, tuple) and option != "window":
+            shape = tuple({200: rows, 300: keys}.get(n, n) for n in x)
+            x = rng.normal(size=shape).astype(dtype)
+            x = x > -1 if option == "mask" else x
+        options[option] = min(x, keys) if option == "key_lengths" else x
+    options["return_lse"] = name != "score"
+    one = arrays(rng, 1, rows, keys, 256, dtype)
+
+    def call(*arrays, **out):
+        found = cupyflash.attention(*arrays, **options, **out)
+        return found if options["return_lse"] else (found,)
+
+    first = call(*one)
+    ways.clear()
+    known = call(*one)
+    assert ways == ["for_each", "hold_blas"]
+    out = np.empty_like(one[0])
+    into = call(*one, out=out)
+    among = call(*(np.concatenate([x] * 3) for x in one))
+    for a, b, c, of_many in zip(first, known, into, among, strict=True):
+        assert a.tobytes() == b.tobytes() == c.tobytes() == of_many[1].tobytes()
+    assert into[0] is out
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_halves_that_are_not_finite_take_the_long_way(rng, ways, bad):
+    q, k, v = arrays(rng, 1, 200, 130, 256)
+    cupyflash.attention(q, k, v)
+    v[0, 0, 5, 7] = bad
+    out = cupyflash.attention(q, k, v)
+    assert (np.isfinite(out) == (np.arange(256) != 7)).all()
+    told = cupyflash.explain("attention", q, k, v).details
+    assert (told["rows_of_a_task"], told["threads"]) == (120, 2)
 
 
 @pytest.mark.parametrize("rows", [1, 511, 512, 513, 5000])
@@ -908,6 +963,18 @@ _AGAIN = {
     "a length": {"key_lengths": 5, "query_lengths": 6},
     "lengths, groups": {"key_lengths": np.array([[4], [9]])[:, 0], "kv_heads": 2},
     "lengths, causal": {"key_lengths": np.array([5, 9]), "causal": True},
+    "lengths, window": {
+        "key_lengths": np.array([3, 9], np.uint8),
+        "query_lengths": np.array([8, 2]),
+        "window": (2, 1),
+        "kv_heads": 2,
+    },
+    "a length, causal, sinks": {
+        "query_lengths": 7,
+        "causal": True,
+        "sinks": 0.5,
+        "layout": "bshd",
+    },
     "sinks": {"sinks": np.array([0.3, -1, 2, 0]), "kv_heads": 2, "layout": "bshd"},
     "one sink": {"sinks": 0.5, "kv_heads": 2},
     "slopes": {"alibi_slopes": np.array([0.5, 1, 2, 0.1]), "kv_heads": 2},
@@ -966,6 +1033,27 @@ def test_a_call_like_an_earlier_one(name, dtype):
         assert b.flags.c_contiguous
         assert a.tobytes() == b.tobytes()
         assert np.abs(b - c).max() <= bound * np.abs(c).max()
+
+
+@pytest.mark.parametrize("name", [name for name in _AGAIN if "length" in name])
+def test_lengths_go_the_short_way(rng, monkeypatch, name):
+    """Also where they say which keys a causal mask or a window hides."""
+    options = dict(_AGAIN[name])
+    shape = (2, 8, 4, 16) if options.get("layout") == "bshd" else (2, 4, 8, 16)
+    q = rng.normal(size=shape)
+    options.pop("kv_heads", None)
+    if isinstance(options.get("key_lengths"), np.ndarray):
+        options["key_lengths"] = options["key_lengths"].clip(0, 8)
+    call = q, q, q, q, *cupyflash.attention(q, q, q, return_lse=True, **options)
+    cupyflash.attention_vjp(*call, **options)
+
+    def run(*args):
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(attention_cpu, "run", run)
+    monkeypatch.setattr(vjp_cpu, "run", run)
+    cupyflash.attention(q, q, q, return_lse=True, **options)
+    cupyflash.attention_vjp(*call, **options)
 
 
 def test_a_call_like_an_earlier_one_looks_at_values():

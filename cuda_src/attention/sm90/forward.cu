@@ -261,9 +261,9 @@ struct producer_t {
     ptx::mbarrier_arrive(smem.tile_ring.full_at(num_done & 1));
   }
 
-  // With two batch axes the coordinates do not fit into registers.
+  // With two batch axes, or a list, the coordinates do not fit into registers.
   __device__ __forceinline__ tile_coord_t coord(const tile_coord_t& at) const {
-    if constexpr (kDynamic && kBatchDims > 1) return info().coord();
+    if constexpr (kDynamic && (kBatchDims > 1 || kListsTiles)) return info().coord();
     return at;
   }
   // Loads tile `number` of k, counted over all work tiles; it starts at key `first`.
@@ -323,15 +323,18 @@ struct producer_t {
 
   // Loads list entries [first, last), last one first. Each entry is read one step
   // ahead, because the list lies in global memory.
+  template <typename AfterQ>
   __device__ __forceinline__ void load_listed(const tile_coord_t& at,
-                                              const tiles_t& places,
-                                              int row_block) const {
-    const unsigned* const list = args.list_of(coord(at));
-    listed_tile_t now = listed_tile(list, places.last - 1), before = now;
+                                              const tiles_t& places, int row_block,
+                                              const AfterQ& after_q) const {
+    auto entry = [&](int n) {
+      return listed_tile(args.list_of(coord(at)),
+                         max(places.last - 1 - n, places.first));
+    };
     const int count = places.last - places.first;
+    listed_tile_t now = entry(0);
     for (int n = 0; n <= count; ++n) {
-      const listed_tile_t next =
-          listed_tile(list, max(places.last - 2 - n, places.first));
+      const listed_tile_t next = entry(n + 1);
       if (n < count) {
         const unsigned number = num_tiles + n, stage = stage_of(number);
         wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
@@ -340,10 +343,12 @@ struct producer_t {
       }
       if (n == 0) {
         load_q(at, row_block);
+        after_q();
       } else {
-        load_v(at, num_tiles + n - 1, before.tile());
+        const unsigned before = num_tiles + n - 1;
+        const listed_tile_t tile = {shared.listed[stage_of(before)]};
+        load_v(at, before, tile.tile());
       }
-      before = now;
       now = next;
     }
   }
@@ -385,17 +390,18 @@ struct producer_t {
                               number, schedule)
                          .tiles;
       const int count = tiles.last - tiles.first;
-      if constexpr (kListsTiles) {
-        load_listed(at, tiles, row_block);
+      auto set_next = [&] {  // the atomic has returned by now
         if (!careful) orders.next = next + gridDim.x;
+      };
+      if constexpr (kListsTiles) {
+        load_listed(at, tiles, row_block, set_next);
       } else {
         const tile_order_t order = order_of(tiles, args.score.scores_of(at), row_last);
         for (int n = 0; n <= count; ++n) {
           if (n < count) load_k(at, num_tiles + n, order.tile(n) * kBlockN);
           if (n == 0) {
             load_q(at, row_block);
-            if (!careful)
-              orders.next = next + gridDim.x;  // the atomic has returned by now
+            set_next();
           } else {
             load_v(at, num_tiles + n - 1, order.tile(n - 1));
           }
@@ -608,7 +614,7 @@ struct consumer_t {
   float s[kScores], o[kOutputs];
   unsigned p[kBlockN / 16][4];
   key_bias_t key_bias;  // arrives together with its tile of k
-  unsigned shown[2];    // with kMaskBits: which keys of the tile the rows see
+  unsigned shown[2];    // with kMaskBits or a mask function: the keys that rows see
 
   __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
                                         const addresses_t& smem, int group)
@@ -743,7 +749,13 @@ struct consumer_t {
       }
     }
     if constexpr (kMaskBits) hide_unshown(s, shown);
-    if (kMasked && is_masked) mask(work, j0);
+    if (kMasked && is_masked) {
+      if constexpr (kListsTiles) {
+        hide_unshown(s, shown);
+      } else {
+        mask(work, j0);
+      }
+    }
   }
   // Hides the keys from j0 on that the rows do not see by their position.
   __device__ __forceinline__ void mask(const work_t& work, int j0) {
@@ -757,10 +769,6 @@ struct consumer_t {
         if constexpr (kBounds == 2) seen &= column >= first[r] - j0;
         if (!seen) s[e] = -infinity<float>();
       }
-    }
-    if constexpr (kHasMaskFunction) {
-      const tile_coord_t at = shared.tile_infos[num_done & 1].coord();
-      hide_keys(s, args.score, at, work.i, j0 + lane % 4 * 2);
     }
   }
 
@@ -869,11 +877,34 @@ struct consumer_t {
     }
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage));
   }
-  // An empty split has a tile of the list, all of whose keys are hidden from it.
-  __device__ __forceinline__ void finish_listed(const work_t& work, int n, bool late,
+  // Whether a tile has hidden keys, and which are shown then. Few tiles have, so all
+  // that this needs is found again. An empty split has a tile of the list, all of whose
+  // keys are hidden from it.
+  __device__ __forceinline__ bool find_shown_of(const work_t& work,
                                                 listed_tile_t listed) {
-    const bool is_masked = listed.is_mixed(w) || (kSplit && work.split.empty);
-    finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
+    const bool is_masked =
+        __any_sync(kFullMask, listed.is_mixed(w) || (kSplit && work.split.empty));
+    if (is_masked) {
+      const volatile tile_info_t& info = shared.tile_infos[num_done & 1];
+      const tile_coord_t at = info.coord();
+      const mask_bounds_t bounds = info.seen();
+      work_t here = work;
+      here.find_rows(args, at, w, lane);
+      const int j = listed.tile() * kBlockN + lane % 4 * 2;
+      int i[2];
+      unsigned by_position[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        i[r] = query_of(min(here.row_thread + 8 * r, here.num_rows - 1));
+        const tiles_t keys = keys_of(bounds, i[r], i[r] + 1);
+        by_position[r] = bits_below(keys.last - j) & ~bits_below(keys.first - j);
+        if (kSplit && info.split().empty) by_position[r] = 0;
+      }
+      find_shown(shown, args.score, at, i, j);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) shown[r] &= by_position[r];
+    }
+    return is_masked;
   }
   __device__ __forceinline__ void scale_sums(const softmax_t& row, bool moves) {
     if (moves) {
@@ -901,6 +932,7 @@ struct consumer_t {
   __device__ __forceinline__ void step_alone(const work_t& work, softmax_t& row, int n,
                                              listed_tile_t listed) {
     const unsigned stage = stage_of(num_tiles + n);
+    const bool is_masked = find_shown_of(work, listed);
     const bool late = begin_scores(n);
     if (n > 0) pingpong_wait();
     start_qk(stage);
@@ -912,7 +944,7 @@ struct consumer_t {
     __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     end_before(n - 1, false);
-    finish_listed(work, n, late, listed);
+    finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
     exponentiate(row, s, to_log2);
     round_to(p, s);
@@ -923,6 +955,7 @@ struct consumer_t {
                                               listed_tile_t listed) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     const unsigned before = number - 1, stage_v = stage_of(before);
+    const bool is_masked = find_shown_of(work, listed);
     const bool late = begin_scores(n);
     pingpong_wait();
     start_qk(stage);
@@ -935,7 +968,7 @@ struct consumer_t {
     add_key_bias();
     __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
-    finish_listed(work, n, late, listed);
+    finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
     ptx::wgmma_wait_group<0>();
     compiler_fence(o);
@@ -954,7 +987,8 @@ struct consumer_t {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       wait(smem.k_ring.full_at(stage), parity_of(number));
       const listed_tile_t listed = {__shfl_sync(kFullMask, shared.listed[stage], 0)};
-      if (!listed.is_seen(w)) {
+      // The vote tells the compiler that a warp branches as one.
+      if (!__any_sync(kFullMask, listed.is_seen(w))) {
         skip_listed(work, n, is_pending);
         is_pending = false;
       } else if (is_pending) {

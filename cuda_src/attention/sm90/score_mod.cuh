@@ -336,18 +336,25 @@ __device__ __forceinline__ void call_score(float (&s)[kScores],
               x = function.score(x, rows.head, query, key, diagonal);
             });
 }
-// Hides scores by the mask function. Few tiles need this, so that the parts of a row
-// are computed again for each. What is shown becomes a bit for each column first: that
-// loop stays a loop, so that few of its values are in registers beside the scores.
-__device__ __forceinline__ void hide_keys(float (&s)[kScores],
-                                          const score_arguments_t& score,
-                                          const tile_coord_t& at, const int (&i)[2],
-                                          int j) {
+// The columns below `end`, as bits for hide_unshown().
+__device__ __forceinline__ unsigned bits_below(int end) {
+  end = max(end, 0);
+  const int count = end / 8 * 2 + min(end % 8, 2);
+  return count < 32 ? (1u << count) - 1 : ~0u;
+}
+
+// What the mask function shows of a tile, for hide_unshown(). Few tiles need this, so
+// that the parts of a row are computed again for each. It is called before there are
+// scores, and stays a loop, since a function may need many registers.
+__device__ __forceinline__ void find_shown(unsigned (&shown)[2],
+                                           const score_arguments_t& score,
+                                           const tile_coord_t& at, const int (&i)[2],
+                                           int j) {
   const score_function_t function = score.function();
   function_rows_t rows;
   rows.set<false, true>(score, score.scores_of(at), i);
   const diagonals_t<false, true> diagonals(function, rows, j);
-  unsigned shown[2] = {};
+  shown[0] = shown[1] = 0;
   function_diagonal_t before[2] = {diagonals.of(8), diagonals.of(7)};
 #pragma unroll 2
   for (int n = 0; n < kScores / 4; ++n) {
@@ -362,7 +369,6 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
       before[odd] = now;
     }
   }
-  hide_unshown(s, shown);
 }
 
 // Turns products q.k of a tile into final scores; every score passes through here

@@ -51,6 +51,8 @@ constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
 // never waits for these.
 constexpr int kLateV = 2;
 static_assert(kNumGroups == 1 || kStages >= kLateV);
+// A list entry is read again for v, when the next tile of k has been loaded.
+static_assert(!kListsTiles || kStages >= 2);
 
 // Release k and q by predicated arrivals, without a branch. With more stages, or where
 // bias and mask have a ring of their own, this was slower: the assembler moves more

@@ -22,6 +22,7 @@ from cupyflash._attention.gpu.config import (
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
+    LISTED,
     NARROW,
     NARROW_KEYS,
     TILES,
@@ -104,7 +105,7 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    See TILES, FEW and NARROW for `tiles`, `few` and `narrow`.
+    See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
     """
 
     name: str
@@ -113,6 +114,7 @@ class HopperKernel:
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     few: Few
     narrow: dict[tuple[int, int], HopperTile]
+    listed: dict[tuple[int, int], Ladder]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -290,6 +292,8 @@ class HopperKernel:
         """Tiles for the head dimensions and kind of a problem; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
+        if dims in self.listed and _has_mask_alone(problem):
+            return self.listed[dims]
         if _adds_terms(problem) or problem.has_functions:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
@@ -542,6 +546,12 @@ def _adds_terms(problem):
     return not is_plain and not _is_key_bias(problem)
 
 
+def _has_mask_alone(problem):
+    """Whether a mask function meets no option that takes registers."""
+    has_mask = problem.mask_function is not None
+    return has_mask and not _adds_terms(problem) and not has_lengths(problem)
+
+
 def _exponents(problem):
     """The factor from scores to exponents of 2, as a float32, and that back to lse."""
     if _is_cap_only(problem):  # the softcap makes them exponents
@@ -603,5 +613,6 @@ HOPPER = HopperKernel(
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,
+    listed=LISTED,
     tiles=TILES,
 )

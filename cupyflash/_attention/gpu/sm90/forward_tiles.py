@@ -69,6 +69,12 @@ FEW: Few = (
 NARROW_KEYS = 1024
 NARROW = {(128, 128): HopperTile(3, 64, False, 4)}
 
+# For a mask function and no option that takes registers, where another tile is faster
+# than that for one score option; by (head_dim, head_dim_v) as compiled.
+LISTED: dict[tuple[int, int], Ladder] = {
+    (64, 64): ((128, HopperTile(2, 128, False)), (math.inf, HopperTile(3, 128))),
+}
+
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
 # alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with

@@ -650,6 +650,9 @@ struct consumer_t {
   __device__ __forceinline__ int next_tile(int number) const {
     if constexpr (!kDynamic) return static_cast<int>(number + gridDim.x);
     wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
+    return tile_here();
+  }
+  __device__ __forceinline__ int tile_here() const {
     return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].work_tile, 0);
   }
   // Row index in lse, and in out where the keys are split.
@@ -1280,6 +1283,7 @@ struct consumer_t {
       softmax_t row(to_log2);
       if constexpr (kListsTiles) {
         attend_listed(work, row);
+        work_tile = tile_here();  // it did not fit into registers
       } else {
         attend(work, row);
       }

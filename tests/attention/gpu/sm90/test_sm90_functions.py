@@ -70,7 +70,9 @@ def findings(row, configs):
         yield finding
 
 
-@pytest.mark.parametrize("name", ["both", "softcap and document"])
+@pytest.mark.parametrize(
+    "name", ["both", "softcap and document", "document", "prefix", "lengths"]
+)
 def test_the_forward_compiles(name):
     problem, _ = asked(dtype="float16", shape=(2, 4, 1000, 64), **CASES[name])
     device = device_of_arch("sm_90a")
@@ -93,8 +95,9 @@ def test_lists_are_shared_by_what_a_mask_does_not_depend_on():
     def num_lists(**options):
         problem, _ = asked(dtype="float16", shape=(2, 4, 1000, 64), **options)
         lists = HOPPER.tile_lists(problem)
-        num_tiles = -(-1000 // HOPPER.tile(problem).block_n)
-        return lists.num_bytes(problem) / 4 / (1 + num_tiles) / 8  # tiles of queries
+        tile = HOPPER.tile(problem)
+        words = -(-1000 // tile.block_m) * (1 - (-1000 // tile.block_n))
+        return lists.num_bytes(problem) / 4 / words
 
     assert num_lists(mask=lambda i, j: (i + j) % 2 == 0) == 1
     assert num_lists(**DOCUMENT) == 2

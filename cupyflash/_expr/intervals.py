@@ -70,6 +70,14 @@ def _remainder(a, b):
     return (a[0] % m, a[1] % m) if one_period else (0, m - 1)
 
 
+def _whole_division(op, a, b):
+    """What `//` or `%` of integers may be, whatever the divisor; by 0 both are 0."""
+    if op == "mod":
+        return min(b[0] + 1, 0), max(b[1] - 1, 0)
+    farthest = max(-a[0], a[1], 0)
+    return -farthest, farthest
+
+
 def _equal(a, b):
     return int(a[0] == a[1] == b[0] == b[1]), int(a[0] <= b[1] and b[0] <= a[1])
 
@@ -152,6 +160,8 @@ def intervals(
             found = None
         else:
             found = _INTERVALS[n.op](*args)
+            if found is None and n.dtype == "int" and n.op in ("floordiv", "mod"):
+                found = _whole_division(n.op, *args)
         known[n] = _rounded(n, found)
     return known
 

@@ -18,7 +18,7 @@ from scipy.special import erf
 
 from cupyflash._expr import lookup as lookup_module
 from cupyflash._expr.emit_numpy import evaluate
-from cupyflash._expr.intervals import decide, fits_int32
+from cupyflash._expr.intervals import decide, fits_int32, intervals
 from cupyflash._expr.lookup import lookup
 
 SCALE = 0.37
@@ -304,6 +304,21 @@ def test_a_tile_that_may_read_out_of_range_is_not_decided():
     inside = {"i": (0, 7), "j": (0, 7)}
     assert decide(expression, inside, values, short) is True
     assert decide(expression, {"i": (8, 15), "j": (0, 7)}, values, short) is None
+
+
+@pytest.mark.parametrize("op", ["//", "%"])
+def test_whole_divisions_lie_in_their_intervals(op):
+    fn = expressions.function(f"i {op} j == 0", "i, j")
+    expression, values = lookup(fn, {}, mask=True)
+    ends = [(a, b) for a in range(-6, 7, 2) for b in range(a, 7, 3)]
+    for i, j in itertools.product(ends, ends):
+        known = intervals(expression, {"i": i, "j": j}, values)
+        (low, high), *_ = (
+            found for n, found in known.items() if n.op in ("floordiv", "mod")
+        )
+        for x, y in itertools.product(range(i[0], i[1] + 1), range(j[0], j[1] + 1)):
+            result = 0 if y == 0 else x // y if op == "//" else x % y
+            assert low <= result <= high
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,9 @@ def test_the_text_is_that_of_the_structure_alone():
         ({"score": lambda s, i, j: s - i * i * j * j}, False),
         ({"score": lambda s, i, far=1 << 21: s + (i < far)}, False),
         ({"score": lambda s, i, *, t: s + t[i], "score_arrays": {"t": SLOPES}}, True),
+        ({"mask": lambda h, i, j: (i - j) % (h - 2) == 0}, True),
+        ({"mask": lambda i, j, n=7: i // n == j // n}, True),
+        ({"mask": lambda i, j, n=7: i % n * n * n == j}, False),
     ],
 )
 def test_integers_have_32_bits_where_that_is_proved(options, is_short):

@@ -311,6 +311,9 @@ def tiles_of_mask(
     return counts
 
 
+# How the text of functions begins whose integers have 32 bits.
+SHORT_INTEGERS = "#define EXPR_SHORT_INTEGERS\n"
+
 # Largest integers that functions may close over in kernels that count in 32 bits.
 MOST_OF_A_NUMBER = 1 << 20
 
@@ -353,7 +356,7 @@ def cuda_text(
             text.append(emit_stages(expression, name, small_positions=near))
             if expression.is_mask:
                 text.append(emit_bounds(expression, name))
-    width = "#define EXPR_SHORT_INTEGERS\n" if is_short else ""
+    width = SHORT_INTEGERS if is_short else ""
     return "".join([width, '#include "expr/intervals.cuh"\n', *text])
 
 

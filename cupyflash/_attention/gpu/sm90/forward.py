@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._attention.functions import SHORT_INTEGERS
 from cupyflash._attention.gpu.combine_config import parts_config
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
@@ -547,9 +548,15 @@ def _adds_terms(problem):
 
 
 def _has_mask_alone(problem):
-    """Whether a mask function meets no option that takes registers."""
-    has_mask = problem.mask_function is not None
-    return has_mask and not _adds_terms(problem) and not has_lengths(problem)
+    """Whether a mask function meets no option that takes registers.
+
+    One with 64-bit integers takes them, too: divisions of these are called.
+    """
+    if problem.mask_function is None or not problem.generated.startswith(
+        SHORT_INTEGERS
+    ):
+        return False
+    return not _adds_terms(problem) and not has_lengths(problem)
 
 
 def _exponents(problem):

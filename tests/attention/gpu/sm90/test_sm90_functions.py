@@ -71,7 +71,16 @@ def findings(row, configs):
 
 
 @pytest.mark.parametrize(
-    "name", ["both", "softcap and document", "document", "prefix", "lengths"]
+    "name",
+    [
+        "both",
+        "softcap and document",
+        "document",
+        "prefix",
+        "lengths",
+        "dilated",
+        "heads differ",
+    ],
 )
 def test_the_forward_compiles(name):
     problem, _ = asked(dtype="float16", shape=(2, 4, 1000, 64), **CASES[name])

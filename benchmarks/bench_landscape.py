@@ -5,7 +5,8 @@
 A cell is a shape (batch, queries, keys, head dimension) with a dtype and an option. Its
 ratio is the best time of the fastest other way to the best time of cupyflash, from
 calls by turns: above 1 cupyflash is faster. The numbers go to
-``results/landscape_cpu.json``, the picture beside it under its name. `--add` keeps the
+``results/landscape_cpu.json``, the picture beside it under its name. `--gradients` does
+the same for attention_vjp, beside the formulas written in NumPy. `--add` keeps the
 cells of that file and measures others alone, `--limit` ends after so many seconds: so
 it can go piece by piece.
 """
@@ -35,6 +36,8 @@ KINDS = (
     ("float32", "bias"),
 )
 OTHER_HEAD_DIM = 64
+# The same of gradients, float32 without options.
+GRADIENT_LENGTHS, GRADIENT_HEAD_DIMS = (1, 16, 128, 512), (4, 64, 128)
 # What a cell may ask for: multiply-adds, and numbers in an array.
 MOST_WORK, MOST_NUMBERS = 1.5e9, 3e7
 # Largest difference to the other results, of float32 and float64.
@@ -61,13 +64,17 @@ class Cell:
         return f"{shape} {self.dtype} {self.option}"
 
     @property
+    def work(self):
+        """Multiply-adds of the two products."""
+        return 2 * self.batch * self.queries * self.keys * self.head_dim
+
+    @property
     def affordable(self):
         """Whether it is done in a second, and its scores fit in memory."""
         scores = self.batch * self.queries * self.keys
         rows = self.batch * max(self.queries, self.keys)
         return (
-            2 * scores * self.head_dim <= MOST_WORK
-            and max(scores, rows * self.head_dim) <= MOST_NUMBERS
+            self.work <= MOST_WORK and max(scores, rows * self.head_dim) <= MOST_NUMBERS
         )
 
 
@@ -83,12 +90,48 @@ def cells():
     return [cell for cell in every if cell.affordable]
 
 
+def gradient_cells():
+    """Those of attention_vjp."""
+    lengths = GRADIENT_LENGTHS
+    shapes = itertools.product(BATCHES, lengths, lengths, GRADIENT_HEAD_DIMS)
+    every = (Cell(*shape, "float32", "gradients") for shape in shapes)
+    return [
+        cell
+        for cell in every
+        # Five products in place of two.
+        if cell.affordable and 5 * cell.work <= 2 * MOST_WORK
+    ]
+
+
 def unfused(q, k, v, bias=None):
     """Attention as a NumPy user writes it; a causal mask is a bias made beforehand."""
     s = q @ k.swapaxes(-1, -2) / q.dtype.type(q.shape[-1] ** 0.5)
     if bias is not None:
         s += bias
     return scipy.special.softmax(s, axis=-1) @ v
+
+
+def unfused_gradients(dout, q, k, v):
+    """The gradients as a NumPy user writes them."""
+    scale = q.dtype.type(q.shape[-1] ** -0.5)
+    p = scipy.special.softmax(q @ k.swapaxes(-1, -2) * scale, axis=-1)
+    dp = dout @ v.swapaxes(-1, -2)
+    ds = p * (dp - (dp * p).sum(axis=-1, keepdims=True)) * scale
+    return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
+
+
+def gradient_calls(cell):
+    """The calls of a cell of gradients by provider."""
+    rng = np.random.default_rng(0)
+    dout, q, k, v = (
+        rng.standard_normal((cell.batch, 1, n, cell.head_dim)).astype(cell.dtype)
+        for n in (cell.queries, cell.queries, cell.keys, cell.keys)
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    return {
+        "cupyflash": lambda: cupyflash.attention_vjp(dout, q, k, v, out, lse)[:3],
+        "numpy": lambda: unfused_gradients(dout, q, k, v),
+    }
 
 
 def calls(cell, torch):
@@ -175,10 +218,13 @@ def grid(rows, head_dim, dtype, option):
 
 def measure(cell, torch, seconds):
     """The row of a cell; SystemExit where results differ."""
-    by_name, blind_rows = calls(cell, torch)
-    own = by_name["cupyflash"]()[..., blind_rows:, :]
-    other = by_name["numpy"]()[..., blind_rows:, :]
-    off = float(np.abs(own - other).max(initial=0))
+    if cell.option == "gradients":
+        by_name = gradient_calls(cell)
+        pairs = zip(by_name["cupyflash"](), by_name["numpy"](), strict=True)
+    else:
+        by_name, blind_rows = calls(cell, torch)
+        pairs = [[call()[..., blind_rows:, :] for call in list(by_name.values())[:2]]]
+    off = max(float(np.abs(own - other).max(initial=0)) for own, other in pairs)
     if not off <= MOST_OFF[cell.dtype]:
         raise SystemExit(f"{cell.name}: results differ by {off:.1e}")
     best = best_times(by_name, seconds)
@@ -195,7 +241,7 @@ def measure(cell, torch, seconds):
 def merged(old, new):
     """Rows of two runs in the order of `cells`; the new one of a cell in both."""
     by_name = {row["cell"]: row for row in (*old, *new)}
-    names = [cell.name for cell in cells()]
+    names = [cell.name for cell in (*cells(), *gradient_cells())]
     order = {name: number for number, name in enumerate(names)}
     return sorted(by_name.values(), key=lambda row: order.get(row["cell"], len(order)))
 
@@ -247,14 +293,22 @@ def main():
     parser.add_argument(
         "--limit", type=float, default=float("inf"), help="seconds of all cells"
     )
+    parser.add_argument(
+        "--gradients", action="store_true", help="attention_vjp in place of attention"
+    )
     parser.set_defaults(json=RESULTS / "landscape_cpu.json", cpu=True)
     args = parser.parse_args()
+    every = cells()
+    if args.gradients:
+        every = gradient_cells()
+        if args.json == RESULTS / "landscape_cpu.json":
+            args.json = RESULTS / "landscape_vjp_cpu.json"
     torch = timing.optional("torch")
     old = []
     if args.add and args.json is not None and args.json.exists():
         old = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
     known = {row["cell"] for row in old}
-    asked = [c for c in cells() if args.only in c.name and c.name not in known]
+    asked = [c for c in every if args.only in c.name and c.name not in known]
     if not asked and not old:
         raise SystemExit(f"no cell has {args.only!r} in its name")
     new, end = [], time.perf_counter() + args.limit

@@ -132,15 +132,18 @@ def describe(problem, operands):
     """What would run; nothing does."""
     forward, _ = functions.as_options(problem.forward, operands.forward)
     rows, keys = _block_shape(forward)
-    boxes = in_boxes(problem)
+    boxes, num_parts = in_boxes(problem), _num_parts(forward)
     again = problem.need_dbias and not boxes
+    threads = _threads.with_blas(num_threads(forward))
+    if backward_entries.goes_in_halves(problem):
+        boxes, rows, threads, num_parts = False, entries.cut_of(forward), 2, 2
     return {
         "kernel": "tiled",
         "heads_of_a_task": backward_entries.heads_of_a_box(problem) if boxes else 1,
         "rows_of_a_task": min(forward.seqlen_q, rows),
         "keys_of_a_block": keys,
-        "parts_of_the_queries": 1 if boxes else _num_parts(forward),
-        "threads": _threads.with_blas(num_threads(forward)),
+        "parts_of_the_queries": 1 if boxes else num_parts,
+        "threads": threads,
         "blocks_made_twice": "for dbias" if again else "none",
         **functions.describe(
             problem.forward,

@@ -7,6 +7,7 @@ matrices of a box one by one, so that no entry depends on the others.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,12 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._attention.cpu.entries import (
     Entries,
+    halves_of,
     has_whole_entries,
     is_finite,
     is_small_dot,
+    of_rows,
+    rows_of,
     split_heads,
 )
 from cupyflash._attention.problem import heads_first
@@ -63,6 +67,12 @@ def takes(problem):
     return has_whole_entries(forward) and num_heads(forward) >= num_threads(forward)
 
 
+def goes_in_halves(problem):
+    """Whether two threads take a half each of the rows of the only head."""
+    needs_more = problem.need_dbias or problem.need_dsinks
+    return entries.goes_in_halves(problem.forward) and not needs_more
+
+
 def heads_of_a_box(problem):
     """Heads of k and v in a box."""
     forward = problem.forward
@@ -97,16 +107,22 @@ class Direct(entries.Direct):
         shapes = problem.q_shape, problem.k_shape, problem.v_shape
         return (
             cls.takes(forward, problem.q_shape, problem.k_shape)
-            and takes(problem)
+            and (takes(problem) or goes_in_halves(problem))
             and num_heads(forward) * _bytes_of_a_head(forward) <= _DIRECT_BYTES
             and not forward.has_functions
             # No batch axis is shared.
             and all(shape[:-3] == forward.batch for shape in shapes)
         )
 
-    def __init__(self, problem):
-        super().__init__(problem.forward)
+    def __init__(self, problem, whole=None):
+        super().__init__(problem.forward, whole)
         self._problem = problem
+        self._halves = []
+        if whole is None and goes_in_halves(problem):
+            self._halves = [
+                (rows, Direct(_of_rows(problem, rows), problem.forward))
+                for rows in halves_of(problem.forward)
+            ]
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
         self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
@@ -120,8 +136,34 @@ class Direct(entries.Direct):
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not (flags and dout.flags.c_contiguous):
             return None
+        if self._halves:
+            return self._gradients_in_halves(dout, q, k, v, *others)
         run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
         return run(self._gradients, dout, q, k, v, *others)
+
+    def _gradients_in_halves(
+        self, dout, q, k, v, lse, dlse, bias, mask, *others
+    ):  # fmt: skip
+        """The same by two threads, each with its rows."""
+        results = [None, None]
+
+        def compute(number, scratch):
+            rows, half = self._halves[number]
+            down = None if dlse is None else dlse[..., rows]
+            results[number] = half._gradients(
+                dout[..., rows, :], q[..., rows, :], k, v, lse[..., rows], down,
+                rows_of(bias, rows), rows_of(mask, rows), *others,
+            )  # fmt: skip
+
+        _threads.for_each_with_blas(compute, (0, 1), 2)
+        if None in results:
+            return None
+        first, second = results
+        return AttentionGrads(
+            np.concatenate((first.dq, second.dq), -2),
+            np.add(first.dk, second.dk, first.dk),
+            np.add(first.dv, second.dv, first.dv),
+        )
 
     def _gradients(
         self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
@@ -199,6 +241,13 @@ class Direct(entries.Direct):
         if len(shape) > 2:
             x = heads_first(x, self._layout)  # its own inverse
         return np.ascontiguousarray(x).reshape(shape)
+
+
+def _of_rows(problem, rows):
+    """The problem of some rows."""
+    forward = of_rows(problem.forward, rows)
+    q_shape = (*problem.q_shape[:-2], forward.seqlen_q, forward.head_dim)
+    return replace(problem, forward=forward, q_shape=q_shape)
 
 
 def _sum_to(x, shape, dtype):

@@ -306,8 +306,8 @@ class Direct:
         self._halves = []
         if whole is None and goes_in_halves(problem):
             self._halves = [
-                (rows, Direct(_of_rows(problem, rows), problem))
-                for rows in _halves_of(problem)
+                (rows, Direct(of_rows(problem, rows), problem))
+                for rows in halves_of(problem)
             ]
         whole = whole or problem
         self._factor = np.asarray(scale_of(problem))
@@ -387,8 +387,8 @@ class Direct:
         def compute(number, scratch):
             rows, half = self._halves[number]
             results[number] = half._compute(
-                q[..., rows, :], k, v, out[..., rows, :], _rows_of(bias, rows),
-                functions, _rows_of(mask, rows), *others,
+                q[..., rows, :], k, v, out[..., rows, :], rows_of(bias, rows),
+                functions, rows_of(mask, rows), *others,
             )  # fmt: skip
 
         _threads.for_each_with_blas(compute, (0, 1), 2)
@@ -534,15 +534,15 @@ def _cuts_of(problem):
     cut = cut_of(problem)
     # A smaller box is cut already.
     if cut and cut != _rows_of_a_box(problem) and _lies_side_by_side(problem):
-        return _halves_of(problem)
+        return halves_of(problem)
     return [slice(None)]
 
 
-def _halves_of(problem):
+def halves_of(problem):
     return slice(0, cut_of(problem)), slice(cut_of(problem), problem.seqlen_q)
 
 
-def _of_rows(problem, rows):
+def of_rows(problem, rows):
     """The problem of some rows."""
     offset = problem.query_offset
     return replace(
@@ -552,7 +552,7 @@ def _of_rows(problem, rows):
     )
 
 
-def _rows_of(x, rows):
+def rows_of(x, rows):
     """Rows of a bias or a mask, which may have one for all."""
     if x is None or x.ndim < 2 or x.shape[-2] == 1:
         return x

@@ -401,6 +401,43 @@ def test_a_single_entry_goes_in_halves_to_two_threads(rng, ways, name, keys, dty
     assert into[0] is out
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [16, 130, 300])
+@pytest.mark.parametrize("name", [*_OF_HALVES, "dlse", "infinite"])
+def test_gradients_of_a_single_head_go_in_halves(rng, ways, name, keys, dtype):
+    """Right, and the same bits in every call; what is not finite goes the long way."""
+    if name == "score":
+        pytest.skip("gradients of functions go by tasks")
+    rows, options = 200 if keys > 16 else 1500, {}
+    for option, x in _OF_HALVES.get(name, {}).items():
+        if isinstance(x, tuple) and option != "window":
+            shape = tuple({200: rows, 300: keys}.get(n, n) for n in x)
+            x = rng.normal(size=shape).astype(dtype)
+            x = x > -1 if option == "mask" else x
+        options[option] = min(x, keys) if option == "key_lengths" else x
+    q, k, v = arrays(rng, 1, rows, keys, 256, dtype)
+    dout = rng.normal(size=q.shape).astype(dtype)
+    if name == "infinite":
+        v[0, 0, 3] = np.inf
+    call = dout, q, k, v, *cupyflash.attention(q, k, v, return_lse=True, **options)
+    if name == "dlse":
+        options["dlse"] = rng.normal(size=(1, 1, rows)).astype(dtype)
+    first = cupyflash.attention_vjp(*call, **options)
+    ways.clear()
+    again = cupyflash.attention_vjp(*call, **options)
+    assert ways[:2] == ["for_each", "hold_blas"]
+    # Arrays that are not contiguous go through tasks.
+    views = [np.repeat(x, 2, -1)[..., ::2] for x in call[:4]]
+    tasks = cupyflash.attention_vjp(*views, *call[4:], **options)
+    bound = 1e-5 if dtype == "float32" else 1e-13
+    for a, b, exact in zip(first[:3], again[:3], tasks[:3], strict=True):
+        assert a.tobytes() == b.tobytes()
+        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(exact))
+        finite = np.isfinite(exact)
+        size = np.abs(exact, where=finite, out=np.zeros_like(exact)).max()
+        assert np.abs(a[finite] - exact[finite]).max(initial=0) <= bound * size
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_halves_that_are_not_finite_take_the_long_way(rng, ways, bad):
     q, k, v = arrays(rng, 1, 200, 130, 256)

@@ -135,11 +135,17 @@ def describe(problem, operands):
     boxes, num_parts = in_boxes(problem), _num_parts(forward)
     again = problem.need_dbias and not boxes
     threads = _threads.with_blas(num_threads(forward))
-    if backward_entries.goes_in_halves(problem):
-        boxes, rows, threads, num_parts = False, entries.cut_of(forward), 2, 2
+    heads = backward_entries.heads_of_a_box(problem) if boxes else 1
+    if halves := backward_entries.vjp_halves_of(problem):
+        threads, boxes = 2, True
+        if halves[0] == -2:
+            heads, boxes, num_parts = 1, False, 2
+            rows = halves[1][0].stop
+        else:
+            heads = -(-backward_entries.num_heads(forward) // 2)
     return {
         "kernel": "tiled",
-        "heads_of_a_task": backward_entries.heads_of_a_box(problem) if boxes else 1,
+        "heads_of_a_task": heads,
         "rows_of_a_task": min(forward.seqlen_q, rows),
         "keys_of_a_block": keys,
         "parts_of_the_queries": 1 if boxes else num_parts,

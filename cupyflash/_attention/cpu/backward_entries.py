@@ -21,12 +21,12 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._attention.cpu.entries import (
     Entries,
+    half_of,
+    half_problem,
     halves_of,
     has_whole_entries,
     is_finite,
     is_small_dot,
-    of_rows,
-    rows_of,
     split_heads,
 )
 from cupyflash._attention.problem import heads_first
@@ -48,6 +48,10 @@ MAY_BE_LOST = {
 }
 
 
+# Cost of the forward call from which two threads share the gradients of one box.
+_WORTH_HALVES = 6_000_000
+
+
 class Terms(NamedTuple):
     """What a box adds to each gradient, with the axes of `Entries` or (1, ...)."""
 
@@ -67,10 +71,17 @@ def takes(problem):
     return has_whole_entries(forward) and num_heads(forward) >= num_threads(forward)
 
 
-def goes_in_halves(problem):
-    """Whether two threads take a half each of the rows of the only head."""
-    needs_more = problem.need_dbias or problem.need_dsinks
-    return entries.goes_in_halves(problem.forward) and not needs_more
+def vjp_halves_of(problem):
+    """`halves_of` for gradients.
+
+    Their scores are to be those of the forward call, to the bit.
+    """
+    forward = problem.forward
+    if problem.need_dbias or problem.need_dsinks:
+        return None
+    if entries.lies_side_by_side(forward) and num_heads(forward) == 1:
+        return halves_of(forward)
+    return halves_of(forward, _WORTH_HALVES)
 
 
 def heads_of_a_box(problem):
@@ -107,7 +118,7 @@ class Direct(entries.Direct):
         shapes = problem.q_shape, problem.k_shape, problem.v_shape
         return (
             cls.takes(forward, problem.q_shape, problem.k_shape)
-            and (takes(problem) or goes_in_halves(problem))
+            and (takes(problem) or vjp_halves_of(problem))
             and num_heads(forward) * _bytes_of_a_head(forward) <= _DIRECT_BYTES
             and not forward.has_functions
             # No batch axis is shared.
@@ -117,12 +128,11 @@ class Direct(entries.Direct):
     def __init__(self, problem, whole=None):
         super().__init__(problem.forward, whole)
         self._problem = problem
-        self._halves = []
-        if whole is None and goes_in_halves(problem):
-            self._halves = [
-                (rows, Direct(_of_rows(problem, rows), problem.forward))
-                for rows in halves_of(problem.forward)
-            ]
+        self._axis, parts = (whole is None and vjp_halves_of(problem)) or (0, ())
+        self._halves = [
+            (part, Direct(_half_problem(problem, self._axis, part), problem.forward))
+            for part in parts
+        ]
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
         self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
@@ -142,28 +152,36 @@ class Direct(entries.Direct):
         return run(self._gradients, dout, q, k, v, *others)
 
     def _gradients_in_halves(
-        self, dout, q, k, v, lse, dlse, bias, mask, *others
+        self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
+        key_lengths,
     ):  # fmt: skip
-        """The same by two threads, each with its rows."""
+        """The same by two threads, each with a half."""
         results = [None, None]
+        axis = self._axis
 
         def compute(number, scratch):
-            rows, half = self._halves[number]
-            down = None if dlse is None else dlse[..., rows]
-            results[number] = half._gradients(
-                dout[..., rows, :], q[..., rows, :], k, v, lse[..., rows], down,
-                rows_of(bias, rows), rows_of(mask, rows), *others,
+            part, direct = self._halves[number]
+            keys, values = k, v
+            if axis < -2:
+                keys, values = half_of(k, axis, part), half_of(v, axis, part)
+            results[number] = direct._gradients(
+                half_of(dout, axis, part), half_of(q, axis, part), keys, values,
+                half_of(lse, axis + 1, part), half_of(dlse, axis + 1, part),
+                half_of(bias, axis, part), half_of(mask, axis, part),
+                half_of(sinks, axis + 2, part), half_of(slopes, axis + 2, part),
+                half_of(query_lengths, axis + 3, part),
+                half_of(key_lengths, axis + 3, part),
             )  # fmt: skip
 
         _threads.for_each_with_blas(compute, (0, 1), 2)
         if None in results:
             return None
-        first, second = results
-        return AttentionGrads(
-            np.concatenate((first.dq, second.dq), -2),
-            np.add(first.dk, second.dk, first.dk),
-            np.add(first.dv, second.dv, first.dv),
-        )
+        dq, dk, dv = zip(*(grads[:3] for grads in results), strict=True)
+        if axis == -2:  # both have all keys
+            return AttentionGrads(
+                np.concatenate(dq, axis), np.add(*dk, dk[0]), np.add(*dv, dv[0])
+            )
+        return AttentionGrads(*(np.concatenate(x, axis) for x in (dq, dk, dv)))
 
     def _gradients(
         self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
@@ -243,11 +261,19 @@ class Direct(entries.Direct):
         return np.ascontiguousarray(x).reshape(shape)
 
 
-def _of_rows(problem, rows):
-    """The problem of some rows."""
-    forward = of_rows(problem.forward, rows)
-    q_shape = (*problem.q_shape[:-2], forward.seqlen_q, forward.head_dim)
-    return replace(problem, forward=forward, q_shape=q_shape)
+def _half_problem(problem, axis, part):
+    """The problem of a part of an axis."""
+    size = part.stop - part.start
+    q_shape, k_shape, v_shape = (
+        (*shape[:axis], size, *shape[len(shape) + axis + 1 :])
+        for shape in (problem.q_shape, problem.k_shape, problem.v_shape)
+    )
+    if axis == -2:
+        k_shape, v_shape = problem.k_shape, problem.v_shape
+    forward = half_problem(problem.forward, axis, part)
+    return replace(
+        problem, forward=forward, q_shape=q_shape, k_shape=k_shape, v_shape=v_shape
+    )
 
 
 def _sum_to(x, shape, dtype):

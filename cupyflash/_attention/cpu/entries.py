@@ -47,8 +47,9 @@ _BOXES_OF_A_THREAD = 4
 # float64 (the thresholds of OpenBLAS, which has none for float32 there).
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
-# Cost of a single entry whose rows two threads share, and what the cut is a multiple
-# of: tiles of BLAS have 4, 8, 12, 16 or 24 rows, and so it rounds as without a cut.
+# Cost of a single entry whose rows two threads share, half that of some entries that
+# they do. The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so
+# that it rounds as without one.
 _WORTH_HALVES = 14_000_000
 _ROWS_OF_TILES = 24
 
@@ -159,7 +160,7 @@ def run(problem, operands, out, lse):
     _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
 
 
-def cut_of(problem):
+def cut_of(problem, worth=_WORTH_HALVES):
     """The row where an entry is cut for two threads if it is alone; 0 if it is not.
 
     A batch has one thread for each entry, and the bits of each are those of it alone.
@@ -167,33 +168,76 @@ def cut_of(problem):
     other tiles of rows: then the product is made in two parts in a batch, too.
     """
     rows, size = problem.seqlen_q, _rows_of_a_box(problem)
-    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES:
+    if size == rows and cost_of_an_entry(problem) >= worth:
         size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
     return size if size < rows <= 2 * size else 0
 
 
-def goes_in_halves(problem):
-    """Whether two threads take a half each of the only entry."""
-    rows, keys, cut = problem.seqlen_q, problem.seqlen_k, cut_of(problem)
-    # Boxes of some rows skip the keys that these do not see.
-    skips = (
-        cut == _rows_of_a_box(problem) and (problem.left, problem.right) != (None,) * 2
-    )
-    return (
-        cut > 0
-        and takes(problem)
+def halves_of(problem, worth=_WORTH_HALVES):
+    """(axis, two slices of it) of what two threads share; None where one takes all.
+
+    The axis is one of q as heads first, counted from the last: the first of some
+    entries, or that of the rows of a single one.
+    """
+    sizes = (*problem.batch, problem.num_heads)
+    total, rows = math.prod(sizes), problem.seqlen_q
+    if not (
+        takes(problem)
         and problem.method in ("auto", "tiled")
-        and math.prod(problem.batch) * problem.num_heads == 1
-        and rows * keys <= 2 * _scores_of_a_box(problem)
-        and problem.layout == "bhsd"
-        and not problem.query_lengths
-        and not hides_by_lengths(problem)
-        and not skips
+        and total * cost_of_an_entry(problem) >= worth * min(total, 2)
+        and total * rows * problem.seqlen_k <= 2 * _scores_of_a_box(problem)
         and _threads.with_blas(_threads.num_cores()) > 1
-    )
+    ):
+        return None
+    if total > 1:
+        axis = next(axis for axis, size in enumerate(sizes) if size > 1)
+        of_heads = axis == len(problem.batch)
+        if (
+            num_threads(problem) > 1  # goes by boxes
+            or _rows_of_a_box(problem) != rows
+            or problem.has_functions
+            or (of_heads and (problem.group_size > 1 or problem.layout != "bhsd"))
+        ):
+            return None
+        size, cut, axis = sizes[axis], sizes[axis] // 2, axis - len(sizes) - 2
+    else:
+        size, cut, axis = rows, cut_of(problem, worth), -2
+        has_bounds = problem.left is not None or problem.right is not None
+        if (
+            cut == 0
+            or problem.layout != "bhsd"
+            or problem.query_lengths
+            or hides_by_lengths(problem)
+            # Boxes of some rows skip the keys that these do not see.
+            or (has_bounds and _rows_of_a_box(problem) != rows)
+        ):
+            return None
+    return axis, (slice(0, cut), slice(cut, size))
 
 
-def _lies_side_by_side(problem):
+def half_problem(problem, axis, part):
+    """The problem of a part of an axis."""
+    size = part.stop - part.start
+    if axis == -2:
+        offset = problem.query_offset
+        if isinstance(offset, int):
+            offset += part.start
+        return replace(problem, seqlen_q=size, query_offset=offset)
+    if axis == -3:
+        return replace(problem, num_heads=size, num_kv_heads=size)
+    at = len(problem.batch) + 3 + axis
+    batch = (*problem.batch[:at], size, *problem.batch[at + 1 :])
+    return replace(problem, batch=batch)
+
+
+def half_of(x, axis, part):
+    """A part of an axis of `x`, which may lack it, or have one element for all."""
+    if axis >= 0 or np.ndim(x) < -axis or x.shape[axis] == 1:
+        return x
+    return x[(..., part, *(slice(None),) * (-axis - 1))]
+
+
+def lies_side_by_side(problem):
     """Whether a key has its scores of all rows in a line of memory.
 
     NumPy begins and ends a maximum or a sum for each row (some 50 ns), but takes those
@@ -285,7 +329,7 @@ class Direct:
     def takes(problem, q_shape, k_shape):
         """Whether calls like this one can be made this way."""
         return (
-            (is_one_box(problem) or goes_in_halves(problem))
+            (is_one_box(problem) or halves_of(problem))
             and problem.dtype == problem.compute_dtype
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
@@ -303,19 +347,18 @@ class Direct:
         )
 
     def __init__(self, problem, whole=None):
-        self._halves = []
-        if whole is None and goes_in_halves(problem):
-            self._halves = [
-                (rows, Direct(of_rows(problem, rows), problem))
-                for rows in halves_of(problem)
-            ]
+        self._axis, parts = (whole is None and halves_of(problem)) or (0, ())
+        self._halves = [
+            (part, Direct(half_problem(problem, self._axis, part), problem))
+            for part in parts
+        ]
         whole = whole or problem
         self._factor = np.asarray(scale_of(problem))
         self._folds = (
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
-        self._side_by_side = _lies_side_by_side(whole)
+        self._side_by_side = lies_side_by_side(whole)
         self._cuts = _cuts_of(problem) if whole is problem else [slice(None)]
         self._layout = problem.layout
         self._out_shape, self._lse_shape = problem.out_shape, problem.lse_shape
@@ -378,17 +421,27 @@ class Direct:
         run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
         return run(self._compute, q, k, v, *options)
 
-    def _in_halves(self, q, k, v, out, bias, functions, mask, *others):
-        """The same by two threads, each with its rows."""
+    def _in_halves(
+        self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,
+        key_lengths,
+    ):  # fmt: skip
+        """The same by two threads, each with a half."""
         if out is None:
             out = np.empty(self._out_shape, self._dtype)
         results = [None, None]
+        axis = self._axis
 
         def compute(number, scratch):
-            rows, half = self._halves[number]
-            results[number] = half._compute(
-                q[..., rows, :], k, v, out[..., rows, :], rows_of(bias, rows),
-                functions, rows_of(mask, rows), *others,
+            part, direct = self._halves[number]
+            keys, values = k, v
+            if axis < -2:
+                keys, values = half_of(k, axis, part), half_of(v, axis, part)
+            results[number] = direct._compute(
+                half_of(q, axis, part), keys, values, half_of(out, axis, part),
+                half_of(bias, axis, part), functions, half_of(mask, axis, part),
+                half_of(sinks, axis + 2, part), half_of(slopes, axis + 2, part),
+                half_of(query_lengths, axis + 3, part),
+                half_of(key_lengths, axis + 3, part),
             )  # fmt: skip
 
         _threads.for_each_with_blas(compute, (0, 1), 2)
@@ -396,7 +449,7 @@ class Direct:
             return None
         if not self._return_lse:
             return out, None
-        return out, np.concatenate([lse for _, lse in results], -1)
+        return out, np.concatenate([lse for _, lse in results], axis + 1)
 
     def _compute(
         self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,
@@ -533,30 +586,9 @@ def _cuts_of(problem):
     """Rows whose products BLAS makes at a time."""
     cut = cut_of(problem)
     # A smaller box is cut already.
-    if cut and cut != _rows_of_a_box(problem) and _lies_side_by_side(problem):
-        return halves_of(problem)
+    if cut and cut != _rows_of_a_box(problem) and lies_side_by_side(problem):
+        return slice(0, cut), slice(cut, None)
     return [slice(None)]
-
-
-def halves_of(problem):
-    return slice(0, cut_of(problem)), slice(cut_of(problem), problem.seqlen_q)
-
-
-def of_rows(problem, rows):
-    """The problem of some rows."""
-    offset = problem.query_offset
-    return replace(
-        problem,
-        seqlen_q=rows.stop - rows.start,
-        query_offset=offset + rows.start if isinstance(offset, int) else offset,
-    )
-
-
-def rows_of(x, rows):
-    """Rows of a bias or a mask, which may have one for all."""
-    if x is None or x.ndim < 2 or x.shape[-2] == 1:
-        return x
-    return x[..., rows, :]
 
 
 def _matrix(x):
@@ -611,7 +643,7 @@ class Entries:
         self._num_batch = len(problem.batch)
         self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
-        self._side_by_side = _lies_side_by_side(problem)
+        self._side_by_side = lies_side_by_side(problem)
         self._cuts = _cuts_of(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (

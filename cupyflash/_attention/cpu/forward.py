@@ -1,5 +1,7 @@
 """Attention on NumPy arrays: naive and safe with scores in memory, online, merge."""
 
+import math
+
 import numpy as np
 
 from cupyflash._attention import problem as attention_problem
@@ -121,8 +123,12 @@ def describe(problem, operands):
     threads = _threads.with_blas(num_threads(problem))
     if _method(problem) is entries.run:
         size, rows = entries.shape_of_a_box(problem)
-        if entries.goes_in_halves(problem):
-            rows, threads = entries.cut_of(problem), 2
+        if halves := entries.halves_of(problem):
+            threads = 2
+            if halves[0] == -2:
+                rows = entries.cut_of(problem)
+            else:
+                size = -(-math.prod((*problem.batch, problem.num_heads)) // 2)
         return {
             "kernel": name,
             "entries_of_a_task": size,

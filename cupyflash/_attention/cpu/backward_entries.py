@@ -48,10 +48,6 @@ MAY_BE_LOST = {
 }
 
 
-# Cost of the forward call from which two threads share the gradients of one box.
-_WORTH_HALVES = 6_000_000
-
-
 class Terms(NamedTuple):
     """What a box adds to each gradient, with the axes of `Entries` or (1, ...)."""
 
@@ -72,16 +68,10 @@ def takes(problem):
 
 
 def vjp_halves_of(problem):
-    """`halves_of` for gradients.
-
-    Their scores are to be those of the forward call, to the bit.
-    """
-    forward = problem.forward
+    """`halves_of` of the forward call, whose scores these are, to the bit."""
     if problem.need_dbias or problem.need_dsinks:
         return None
-    if entries.lies_side_by_side(forward) and num_heads(forward) == 1:
-        return halves_of(forward)
-    return halves_of(forward, _WORTH_HALVES)
+    return halves_of(problem.forward)
 
 
 def heads_of_a_box(problem):

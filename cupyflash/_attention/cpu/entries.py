@@ -160,7 +160,7 @@ def run(problem, operands, out, lse):
     _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
 
 
-def cut_of(problem, worth=_WORTH_HALVES):
+def cut_of(problem):
     """The row where an entry is cut for two threads if it is alone; 0 if it is not.
 
     A batch has one thread for each entry, and the bits of each are those of it alone.
@@ -168,12 +168,12 @@ def cut_of(problem, worth=_WORTH_HALVES):
     other tiles of rows: then the product is made in two parts in a batch, too.
     """
     rows, size = problem.seqlen_q, _rows_of_a_box(problem)
-    if size == rows and cost_of_an_entry(problem) >= worth:
+    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES:
         size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
     return size if size < rows <= 2 * size else 0
 
 
-def halves_of(problem, worth=_WORTH_HALVES):
+def halves_of(problem):
     """(axis, two slices of it) of what two threads share; None where one takes all.
 
     The axis is one of q as heads first, counted from the last: the first of some
@@ -184,7 +184,7 @@ def halves_of(problem, worth=_WORTH_HALVES):
     if not (
         takes(problem)
         and problem.method in ("auto", "tiled")
-        and total * cost_of_an_entry(problem) >= worth * min(total, 2)
+        and total * cost_of_an_entry(problem) >= _WORTH_HALVES * min(total, 2)
         and total * rows * problem.seqlen_k <= 2 * _scores_of_a_box(problem)
         and _threads.with_blas(_threads.num_cores()) > 1
     ):
@@ -201,7 +201,7 @@ def halves_of(problem, worth=_WORTH_HALVES):
             return None
         size, cut, axis = sizes[axis], sizes[axis] // 2, axis - len(sizes) - 2
     else:
-        size, cut, axis = rows, cut_of(problem, worth), -2
+        size, cut, axis = rows, cut_of(problem), -2
         has_bounds = problem.left is not None or problem.right is not None
         if (
             cut == 0
@@ -237,7 +237,7 @@ def half_of(x, axis, part):
     return x[(..., part, *(slice(None),) * (-axis - 1))]
 
 
-def lies_side_by_side(problem):
+def _lies_side_by_side(problem):
     """Whether a key has its scores of all rows in a line of memory.
 
     NumPy begins and ends a maximum or a sum for each row (some 50 ns), but takes those
@@ -358,7 +358,7 @@ class Direct:
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
-        self._side_by_side = lies_side_by_side(whole)
+        self._side_by_side = _lies_side_by_side(whole)
         self._cuts = _cuts_of(problem) if whole is problem else [slice(None)]
         self._layout = problem.layout
         self._out_shape, self._lse_shape = problem.out_shape, problem.lse_shape
@@ -586,7 +586,7 @@ def _cuts_of(problem):
     """Rows whose products BLAS makes at a time."""
     cut = cut_of(problem)
     # A smaller box is cut already.
-    if cut and cut != _rows_of_a_box(problem) and lies_side_by_side(problem):
+    if cut and cut != _rows_of_a_box(problem) and _lies_side_by_side(problem):
         return slice(0, cut), slice(cut, None)
     return [slice(None)]
 
@@ -643,7 +643,7 @@ class Entries:
         self._num_batch = len(problem.batch)
         self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
-        self._side_by_side = lies_side_by_side(problem)
+        self._side_by_side = _lies_side_by_side(problem)
         self._cuts = _cuts_of(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (

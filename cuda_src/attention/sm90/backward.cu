@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper: dq, dk and dv by TMA and wgmma, for sm_90a.
+// attention_vjp_hopper: dq, dk and dv by TMA and wgmma, for sm_90a and up to 64
+// columns.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), one block of queries
 //            per step, with transposed products (rows are keys):
@@ -11,8 +12,7 @@
 // Grid       Persistent, one block per multiprocessor. A work tile is a tile of keys.
 //            Blocks take work tiles from a counter where these differ in length.
 //            Otherwise the last ones are cut into pieces, which backward_postprocess.cu
-//            adds up. With kCluster = 2, two blocks have neighbouring tiles and share q
-//            and dO by multicast
+//            adds up
 // Threads    two warpgroups, 64 keys each; a third one for the loads would leave too
 //            few registers (ptxas C7512 at 240). Threads of the two issue the TMA loads
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
@@ -20,10 +20,10 @@
 //            dS       kBlockN x kBlockM    shared, two buffers
 //            S, P, dP, dS, dk, dv, dq  registers, in the layout of wgmma
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
-//            L2; dq is added to float sums by red or, in a fixed order, by TMA
+//            L2; dq is added to float sums by red
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of the sums of dq varies from run to run; dk and dv
-//            always have the same bits, and are the only results without kMakesDq
+//            always have the same bits
 // Limits     q, k, v and dO must fit a tensor map (_cuda/tensor_map.py); head
 //            dimensions up to kHeadDim; rows of gradients are whole 16-byte vectors,
 //            shortened by copy/trim_rows.cu; at most kMaxSummed entries are summed.
@@ -33,61 +33,34 @@
 #include "attention/sm90/score_arguments.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
-#include "ptx/cluster.cuh"
-#include "ptx/cluster_mbarrier.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
 
-#if !defined(CLUSTER) || !defined(MAKES_DQ) || !defined(ORDERED)
-#error "CLUSTER, MAKES_DQ and ORDERED come from the host"
-#endif
-// Otherwise backward_dq.cu computes dq, with the same bits in every run.
-constexpr bool kMakesDq = MAKES_DQ;
-constexpr int kCluster = CLUSTER;
-// Deterministic dq: tiles of keys add to a block of dq one after the other, from the
-// last to the first. Each warp owns a part of dq and waits for the same warp of the
-// previous tile. No block waits for one that has not started, since blocks take the
-// tiles in the order in which they add.
-constexpr bool kOrdered = ORDERED;
-// Work tiles differ in length, or their order matters.
-constexpr bool kDynamic = kBounds > 0 || kOrdered;
+// Work tiles differ in length.
+constexpr bool kDynamic = kBounds > 0;
 // The last tiles are cut into pieces where no counter balances them.
-constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
-// Four warps load a work tile; for narrow steps, one thread does.
-constexpr bool kSpread = kBlockM == 128;
-// Loading the next block keeps warp 0 busy for a while. Without a cluster or a fixed
-// order it is issued after dq and dk, to overlap with them.
-constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
-static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
-static_assert(!kOrdered || (kMakesDq && kCluster == 1));
-constexpr int kWarps = kNumThreads / 32;
+constexpr bool kCuts = !kDynamic;
+static_assert(kNumThreads == 256 && kHeadDim == 64 && kBlockM == 128);
 
 // q is read for S and one iteration later for dk; dO in one iteration only. Both are
 // loaded two blocks ahead.
 constexpr int kStagesQ = 3, kStagesDout = 2;
 
-// A step of 64 queries has registers to compute dP ahead, next to S; one of 128 has
-// not.
-constexpr bool kNarrowStep = kBlockM == 64;
 // Shared memory is slow while sums of dq leave through it, so statistics are
-// prefetched: this many of the pairs of lse and delta of a thread.
-constexpr int kEarlyLse = kNarrowStep ? 8 : 16;
-// Two pairs per load; without dq that spills.
-constexpr bool kByFours = !kNarrowStep && kMakesDq;
-constexpr int kEarlyDelta = !kNarrowStep ? 0 : kBounds > 0 ? 3 : 4;
+// prefetched: this many of the pairs of lse of a thread.
+constexpr int kEarlyLse = 16;
 
-// What is loaded of a block of queries, as bits. All warps wait for the loading thread,
-// so in a wide step three threads load one part each.
-constexpr int kPartQ = 1, kPartDout = 2, kPartStats = 4, kPartsAll = 7;
-constexpr int kLoaders = kNarrowStep ? 1 : 3;
-// In a wide step, lanes that load nothing also read where to load from, and ignore it:
-// they read a slot that nobody writes. With bounds that costs 3 to 7 % (note 0011), so
-// there they read the slot of a loading thread, which may be writing it. What they get
-// is then old or new, word by word; the address they make of it is inside `shared`, and
-// what they read there is ignored too. racecheck of compute-sanitizer cannot know that,
-// so for it they read the slot that nobody writes.
-constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered || IS_GIVEN(EACH_LANE_ARRIVES);
+// What is loaded of a block of queries. All warps wait for the loading threads, so
+// three threads load one part each.
+enum class part_t { kQ, kDout, kStats };
+constexpr int kLoaders = 3;
+// Lanes that load nothing also read where to load from, and ignore it: they read a slot
+// that nobody writes. With bounds that costs 3 to 7 % (note 0011), so there they read
+// the slot of a loading thread, which may be writing it. What they get is then old or
+// new, word by word; the address they make of it is inside `shared`, and what they read
+// there is ignored too. racecheck of compute-sanitizer cannot know that, so for it they
+// read the slot that nobody writes.
+constexpr bool kIdleReadsIdle = kBounds == 0 || IS_GIVEN(EACH_LANE_ARRIVES);
 
 // --- shared memory
 
@@ -117,9 +90,6 @@ static_assert((3 + kStagesQ + kStagesDout) % 2 == 0, "no gap in front of next_t"
 struct outputs_t {
   index_t dk, dv;
   int tile;
-  // With kOrdered: how many tiles add to a block of dq before this one, for blocks from
-  // query `turn_first` on; earlier blocks it is the first to add to. < 0: adds to none.
-  int turn, turn_first;
   int piece;  // of a tile that was cut; < 0: the tile is whole
 };
 
@@ -129,14 +99,11 @@ struct shared_t {
   source_t sources[kMaxSummed];
   tile_info_t tile_info;
   outputs_t outputs[2];
-  // For each warp, the block of dq that it adds to, or whose semaphore it has not
-  // released yet; < 0: none.
-  int added[kOrdered ? kWarps : 1];
 };
 
 // Shared memory addresses.
 struct addresses_t {
-  unsigned k, v, q, dout, ds, stats, dq;                                     // tiles
+  unsigned k, v, q, dout, ds, stats;                                         // tiles
   unsigned k_full, v_full, q_full, dout_full, empty, next, k_from, origins;  // the rest
 
   __device__ __forceinline__ addresses_t(const void* tiles,
@@ -147,7 +114,6 @@ struct addresses_t {
     dout = q + kStagesQ * kBytesM;
     ds = dout + kStagesDout * kBytesM;
     stats = ds + 2 * kBytesDs;
-    dq = stats + kStagesDout * kBytesStats;
     k_full = ptx::shared_address(&published);
     v_full = k_full + 8;
     q_full = v_full + 8;
@@ -162,7 +128,7 @@ struct addresses_t {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
-    ptx::mbarrier_init(empty, kCluster);
+    ptx::mbarrier_init(empty, 1);
     if constexpr (kIdleReadsIdle) published.next[kLoaders] = next_t();
     ptx::fence_mbarrier_init();
   }
@@ -174,7 +140,6 @@ struct arguments_t {
   const located_t* entries;
   const float* stats;
   float* sums_q;
-  int* dq_semaphores;
   float* pieces;
   elem_t *dk, *dv;
   found_t* found;
@@ -183,18 +148,15 @@ struct arguments_t {
   const grads_t& grads;
 };
 
-__device__ __forceinline__ int rank() {
-  return kCluster > 1 ? int(ptx::cluster_rank()) : 0;
-}
 __device__ __forceinline__ unsigned stage_after(unsigned q_stage) {
   return q_stage + 1 == kStagesQ ? 0u : q_stage + 1;
 }
 
 // --- producer
 
-// Operands for loading the next block of queries, or a part of it.
+// Operands for loading a part of the next block of queries.
 struct request_t {
-  int4 next, q, dout;
+  int4 next, from;
 };
 
 // Threads of the computing warps issue the TMA loads.
@@ -217,92 +179,51 @@ struct producer_t {
     const int summed = args.inputs.num_summed == 1 ? 0 : next.y;
     return ptx::shared_address(shared.sources + summed);
   }
-  __device__ __forceinline__ request_t read_all() const {
-    const int4 now = ptx::load_shared_s32x4(smem.next);
-    const unsigned source = source_of(now);
-    return request_t{now, ptx::load_shared_s32x4(source),
-                     ptx::load_shared_s32x4(source + 16)};
-  }
   __device__ __forceinline__ request_t read_part(int loader) const {
     const int4 now = ptx::load_shared_s32x4(smem.next + loader * sizeof(next_t));
     const int4 from = ptx::load_shared_s32x4(source_of(now) + (loader == 0 ? 0 : 16));
-    return request_t{now, from, from};
+    return request_t{now, from};
   }
 
-  // A box of kBlockM rows and 64 columns; each block of a cluster loads its part.
-  __device__ __forceinline__ void load_box(unsigned target,
-                                           const ptx::tensor_map_t& map,
-                                           unsigned barrier, int chunk, int block,
-                                           const int4& from) const {
-    target += chunk * kChunkM;
-    const int column = chunk * 64, row = block * kBlockM;
-    if constexpr (kCluster > 1) {
-      constexpr unsigned short kAll = (1 << kCluster) - 1;
-      ptx::cp_async_bulk_tensor_5d_multicast(target, map, barrier, kAll, column, row,
-                                             from.x, from.y, from.z);
-    } else {
-      ptx::cp_async_bulk_tensor_5d(target, map, barrier, column, row, from.x, from.y,
-                                   from.z);
-    }
-  }
-
-  // One thread loads parts of a block of queries into the given stages.
-  template <int kParts>
+  // One thread loads a part of a block of queries into the given stage.
+  template <part_t kPart>
   __device__ __forceinline__ void load_queries(const request_t& request,
                                                unsigned q_stage,
                                                unsigned dout_stage) const {
-    constexpr bool kHasQ = kParts & kPartQ, kHasDout = kParts & kPartDout;
     const int block = request.next.x;
     const bool more = block + 1 < request.next.w;
-#pragma unroll
-    for (int loader = 0; loader < kLoaders; ++loader) {
-      if ((kParts >> loader & 1) == 0) continue;
-      ptx::store_shared_s32x2(smem.next + loader * sizeof(next_t),
-                              more ? block + 1 : request.next.z,
-                              request.next.y + !more);
-    }
+    ptx::store_shared_s32x2(smem.next + int(kPart) * sizeof(next_t),
+                            more ? block + 1 : request.next.z, request.next.y + !more);
     const unsigned q_barrier = smem.q_full + 8 * q_stage,
                    dout_barrier = smem.dout_full + 8 * dout_stage;
-    const unsigned q_target = smem.q + q_stage * kBytesM,
-                   dout_target = smem.dout + dout_stage * kBytesM;
-    if constexpr (kHasQ) {
+    const int4 from = request.from;
+    if constexpr (kPart == part_t::kQ) {
       ptx::store_shared_s32x2(smem.origins + 8 * q_stage, block * kBlockM,
-                              request.q.w + block);
+                              from.w + block);
       ptx::mbarrier_arrive_expect_tx(q_barrier, kBytesM);
-    }
-    if constexpr (kHasDout) {
+      ptx::cp_async_bulk_tensor_5d(smem.q + q_stage * kBytesM, args.inputs.q_map,
+                                   q_barrier, 0, block * kBlockM, from.x, from.y,
+                                   from.z);
+    } else if constexpr (kPart == part_t::kDout) {
       ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytesM + kBytesStats);
-    }
-#pragma unroll
-    for (int n = 0; n < kChunks / kCluster; ++n) {
-      const int chunk = n + rank() * (kChunks / kCluster);
-      if constexpr (kHasQ) {
-        load_box(q_target, args.inputs.q_map, q_barrier, chunk, block, request.q);
-      }
-      if constexpr (kHasDout) {
-        load_box(dout_target, args.inputs.dout_map, dout_barrier, chunk, block,
-                 request.dout);
-      }
-    }
-    if constexpr ((kParts & kPartStats) != 0) {
+      ptx::cp_async_bulk_tensor_5d(smem.dout + dout_stage * kBytesM,
+                                   args.inputs.dout_map, dout_barrier, 0,
+                                   block * kBlockM, from.x, from.y, from.z);
+    } else {
       ptx::cp_async_bulk(smem.stats + dout_stage * kBytesStats,
-                         args.stats + index_t(request.dout.w + block) * (2 * kBlockM),
+                         args.stats + index_t(from.w + block) * (2 * kBlockM),
                          kBytesStats, dout_barrier);
     }
-  }
-  __device__ __forceinline__ void load_all(unsigned q_stage,
-                                           unsigned dout_stage) const {
-    load_queries<kPartsAll>(read_all(), q_stage, dout_stage);
   }
   // Called by the first thread of each of three warps.
   __device__ __forceinline__ void load_parts(const request_t& request, unsigned q_stage,
                                              unsigned dout_stage) const {
     if (threadIdx.x == 0) {
-      load_queries<kPartQ>(request, q_stage, dout_stage);
+      load_queries<part_t::kQ>(request, q_stage, dout_stage);
     } else if (threadIdx.x == 32) {
-      load_queries<kPartDout>(request, q_stage, dout_stage);
+      load_queries<part_t::kDout>(request, q_stage, dout_stage);
     } else if (threadIdx.x == 64) {
-      load_queries<kPartStats>(request, q_stage, dout_stage);
+      load_queries<part_t::kStats>(request, q_stage, dout_stage);
     }
   }
 
@@ -315,7 +236,7 @@ struct producer_t {
   }
   // Called by thread 0, when no product reads the previous work tile any more.
   __device__ __forceinline__ void load_k(int number) const {
-    if (kSpread && number < args.inputs.num_work_tiles) {
+    if (number < args.inputs.num_work_tiles) {
       load_keys(smem.k, args.inputs.k_map, smem.k_full, smem.k_from);
     }
   }
@@ -334,12 +255,10 @@ struct producer_t {
     }
   }
 
-  // Thread 0 publishes work tile `number`, the `nth` of this block, whose first block
-  // of queries is `block`. For narrow steps it also loads its tiles and first two
-  // blocks; otherwise load() and load_k() do. No warp-wide instructions in here: they
-  // would make the compiler treat uniform numbers as varying.
-  __device__ __forceinline__ void publish(int number, unsigned nth, unsigned q_stage,
-                                          unsigned block) const {
+  // Thread 0 publishes work tile `number`, the `nth` of this block. No warp-wide
+  // instructions in here: they would make the compiler treat uniform numbers as
+  // varying.
+  __device__ __forceinline__ void publish(int number, unsigned nth) const {
     const inputs_t& inputs = args.inputs;
     const params_t& params = args.score.params;
     volatile tile_info_t& info = shared.tile_info;
@@ -351,45 +270,31 @@ struct producer_t {
       piece = number - inputs.num_whole;
       number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
     }
-    const work_tile_t tile = tile_of<kDynamic, kOrdered>(number, inputs_now);
-    const int row = (tile.tile * kCluster + rank()) * kBlockN;
+    const work_tile_t tile = tile_of<kDynamic>(number, inputs_now);
+    const int row = tile.tile * kBlockN;
     const located_t* const entry =
         args.entries + index_t(tile.kept) * inputs_now.num_summed;
     const located_t at = *entry;
     shared.sources[0] = {at.q, at.dout};
-    if constexpr (kSpread) {
-      auto place = [&](unsigned to, const rows_t& rows) {
-        ptx::store_shared_s32x2(to, row, rows.head);
-        ptx::store_shared_s32x2(to + 8, rows.batch[0], rows.batch[1]);
-      };
-      place(smem.k_from, at.k);
-      place(smem.k_from + 16, at.v);
-    } else {
-      load_tile<kBlockN, kChunks>(smem.k, inputs.k_map, smem.k_full, row, at.k.head,
-                                  at.k.batch);
-    }
-    // The blocks of queries that see keys of the tile, or the cluster's; at least one.
-    int turn = inputs.num_tiles - 1 - tile.tile, turn_first = 0;
+    auto place = [&](unsigned to, const rows_t& rows) {
+      ptx::store_shared_s32x2(to, row, rows.head);
+      ptx::store_shared_s32x2(to + 8, rows.batch[0], rows.batch[1]);
+    };
+    place(smem.k_from, at.k);
+    place(smem.k_from + 16, at.v);
+    // The blocks of queries that see keys of the tile; at least one.
     int block_first = 0, block_last = inputs.num_blocks;
     info.factor = factor_of(args.found);
     info.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
       const scores_t scores = args.score.scores_of(tile_coord_t());
-      const index_t key_first = index_t(tile.tile) * (kCluster * kBlockN);
-      const range_t queries =
-          scores.queries_of(key_first, key_first + kCluster * kBlockN);
+      const index_t key_first = index_t(tile.tile) * kBlockN;
+      const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
       block_first = int(queries.first) / kBlockM;
       block_last = (int(queries.last) + kBlockM - 1) / kBlockM;
       if (block_first >= block_last) {
         block_first = 0;
         block_last = 1;
-        turn = -1;
-      } else if constexpr (kOrdered) {
-        // This tile is the first to add for its queries that do not see the next tile.
-        const index_t next = key_first + kBlockN;
-        const range_t later = scores.queries_of(next, next + kBlockN);
-        const bool any = next < params.seqlen_k && later.first < later.last;
-        turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
       const mask_bounds_t bounds = scores.mask_bounds(0, row);
       info.low = bounds.low;
@@ -404,7 +309,7 @@ struct producer_t {
       block_first = inputs_now.num_blocks * of_tile / num_pieces;
       block_last = inputs_now.num_blocks * (of_tile + 1) / num_pieces;
     }
-    shared.outputs[nth & 1] = {at.dk, at.dv, tile.tile, turn, turn_first, piece};
+    shared.outputs[nth & 1] = {at.dk, at.dv, tile.tile, piece};
     info.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int loader = 0; loader < kLoaders; ++loader) {
@@ -412,99 +317,9 @@ struct producer_t {
       ptx::store_shared_s32x2(here, block_first, 0);
       ptx::store_shared_s32x2(here + 8, block_first, block_last);
     }
-    if constexpr (!kSpread) {
-      load_all(q_stage, block % kStagesDout);
-      load_tile<kBlockN, kChunks>(smem.v, inputs.v_map, smem.v_full, row, at.v.head,
-                                  at.v.batch);
-    }
-    // The entries that are summed with this one, after the first loads.
+    // The entries that are summed with this one.
     for (int n = 1; n < inputs.num_summed; ++n) {
       shared.sources[n] = {entry[n].q, entry[n].dout};
-    }
-    if (!kSpread && info.count > 1) {
-      load_all(stage_after(q_stage), (block + 1) % kStagesDout);
-    }
-  }
-};
-
-// --- sums of dq
-
-// Adds a warp's part of dq to the sums in global memory. With kOrdered, a semaphore per
-// part of a block counts the tiles that have added to it.
-struct dq_sums_t {
-  const arguments_t& args;
-  shared_t& shared;
-  const addresses_t& smem;
-  int group, warp, lane;  // warp within the warpgroup
-  int seen = 0;           // semaphore of the next block of dq, prefetched
-
-  __device__ __forceinline__ int* semaphore_at(int target_block) const {
-    return args.dq_semaphores + (target_block * kWarps + int(threadIdx.x / 32));
-  }
-  __device__ __forceinline__ unsigned added_here() const {
-    return ptx::shared_address(shared.added + threadIdx.x / 32);
-  }
-  __device__ __forceinline__ int origin_of(unsigned q_stage) const {
-    return ptx::load_shared_s32(smem.origins + 8 * q_stage + 4);
-  }
-  // Called by lane 0 of each warp: waits until TMA has added the warp's sums, then lets
-  // the next tile add. No fence is needed (it takes 600 cycles): only TMA reads and
-  // writes the sums, in L2, and reports its completion.
-  __device__ __forceinline__ void release(int turn) const {
-    const int before = ptx::load_shared_s32(added_here());
-    ptx::cp_async_bulk_wait_group();
-    if (before >= 0) ptx::store_relaxed(semaphore_at(before), turn + 1);
-  }
-  __device__ __forceinline__ void prefetch(unsigned q_stage, const outputs_t& outputs) {
-    if (kOrdered && lane == 0) {
-      seen = ptx::load_relaxed(semaphore_at(origin_of(q_stage)));
-      release(outputs.turn);
-    }
-  }
-  __device__ __forceinline__ void acquire(unsigned q_stage,
-                                          const volatile outputs_t& outputs) {
-    const int2 origin = ptx::load_shared_s32x2(smem.origins + 8 * q_stage);
-    const int turn = outputs.turn;
-    if (kBounds == 0 || origin.x >= outputs.turn_first) {
-      while (seen < turn) seen = ptx::load_relaxed(semaphore_at(origin.y));
-    }
-    ptx::store_shared_s32(added_here(), turn < 0 ? -1 : origin.y);
-  }
-
-  __device__ __forceinline__ index_t start_of(int target_block) const {
-    return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
-  }
-  __device__ __forceinline__ void add(const float (&dq)[kSumsQ],
-                                      int target_block) const {
-    if constexpr (kOrdered) {
-      // Stages this warp's dq for TMA.
-      const unsigned staged =
-          smem.dq + (threadIdx.x / 32 * (kSumsQ / 4) * 32 + lane) * 16;
-      __syncwarp();
-#pragma unroll
-      for (int e = 0; e < kSumsQ; e += 4) {
-        ptx::store_shared_f32x4(staged + e * 128, dq[e], dq[e + 1], dq[e + 2],
-                                dq[e + 3]);
-      }
-      ptx::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) {
-        target_block = ptx::load_shared_s32(added_here());
-        if (target_block >= 0) {
-          ptx::cp_reduce_async_bulk_add(args.sums_q + start_of(target_block), staged,
-                                        kPart / 4 * sizeof(float));
-          ptx::cp_async_bulk_commit_group();
-        }
-      }
-    } else {
-      index_t start = start_of(target_block) + lane * 4;
-      // Keep one address; a wide step otherwise computes one for each store.
-      if constexpr (!kNarrowStep) ptx::launder(start);
-#pragma unroll
-      for (int e = 0; e < kSumsQ; e += 4) {
-        ptx::red_global_add(args.sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
-                            dq[e + 3]);
-      }
     }
   }
 };
@@ -517,7 +332,6 @@ struct mainloop_t : mma_t {
   shared_t& shared;
   const addresses_t& smem;
   producer_t producer;
-  dq_sums_t dq_sums;
 
   int number, next_number;  // of the work tile
   unsigned num_done = 0;    // work tiles of this block so far
@@ -527,8 +341,7 @@ struct mainloop_t : mma_t {
   // descriptors, which then move to uniform registers: 100 instructions per step.
   unsigned q_stage = 0, q_parity = 0;
   bool accumulate;
-  // Prefetched pairs of statistics; one extra, since there may be none.
-  float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
+  float2 early_lse[kEarlyLse];  // prefetched pairs
 
   __device__ __forceinline__ mainloop_t(int group, const arguments_t& args,
                                         shared_t& shared, const addresses_t& smem)
@@ -536,8 +349,7 @@ struct mainloop_t : mma_t {
         args(args),
         shared(shared),
         smem(smem),
-        producer{args, shared, smem, warp, lane},
-        dq_sums{args, shared, smem, group, warp, lane} {}
+        producer{args, shared, smem, warp, lane} {}
 
   __device__ __forceinline__ void wait_for_q() const {
     wait(smem.q_full + 8 * q_stage, q_parity);
@@ -557,72 +369,41 @@ struct mainloop_t : mma_t {
 
   // Takes the next work tile during the last step of this one.
   __device__ __forceinline__ void take_next(bool is_last) {
-    if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
-      next_number =
-          atomicAdd(&args.counter->next, 1) + (kOrdered ? 0 : gridDim.x / kCluster);
+    if (kDynamic && is_last && threadIdx.x == 0) {
+      next_number = atomicAdd(&args.counter->next, 1) + gridDim.x;
     }
   }
   __device__ __forceinline__ void publish_next(bool is_last) const {
-    if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
-      int* const slot = &shared.next_tiles[num_done & 1];
-      if constexpr (kCluster > 1) {
-        for (int n = 0; n < kCluster; ++n) {
-          ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n), next_number);
-        }
-      } else {
-        *const_cast<volatile int*>(slot) = next_number;
-      }
+    if (kDynamic && is_last && threadIdx.x == 0) {
+      *const_cast<volatile int*>(&shared.next_tiles[num_done & 1]) = next_number;
     }
   }
   __device__ __forceinline__ int published_next() const {
     return *const_cast<volatile int*>(&shared.next_tiles[num_done & 1]);
   }
   __device__ __forceinline__ void begin() {
-    number = blockIdx.x / kCluster;
-    if constexpr (kOrdered) {
-      if (threadIdx.x == 0) shared.next_tiles[1] = atomicAdd(&args.counter->next, 1);
-      __syncthreads();
-      number = uniform(shared.next_tiles[1]);
-    }
+    number = blockIdx.x;
     if (threadIdx.x == 0) {
-      producer.publish(number, num_done, q_stage, block);
+      producer.publish(number, num_done);
       producer.load_k(number);
     }
-    if constexpr (kSpread) {
-      __syncthreads();
-      if (group == 0) producer.load(number, q_stage, block);
-    }
+    __syncthreads();
+    if (group == 0) producer.load(number, q_stage, block);
   }
   __device__ __forceinline__ void advance() {
     if constexpr (kDynamic) {
       number = uniform(published_next());
     } else {
-      number += gridDim.x / kCluster;
+      number += gridDim.x;
     }
     ++num_done;
-    if (threadIdx.x == 0) {
-      if constexpr (kNarrowStep) producer.publish(number, num_done, q_stage, block);
-      producer.load_k(number);
-    }
+    if (threadIdx.x == 0) producer.load_k(number);
   }
 
   // --- statistics of queries
 
-  // Pair n of a thread's lse, or delta, for the queries in a stage.
-  __device__ __forceinline__ float2 load_pair(unsigned dout_stage, int n,
-                                              int delta_at) const {
-    // In a wide step, pairs n and n + 1 are adjacent.
-    const unsigned place = kNarrowStep ? n * 32 : lane % 4 * 8 + n / 2 * 64 + n % 2 * 8;
-    return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + delta_at +
-                                  place);
-  }
-  __device__ __forceinline__ float2 load_lse(unsigned dout_stage, int n) const {
-    return load_pair(dout_stage, n, 0);
-  }
-  __device__ __forceinline__ float2 load_delta(unsigned dout_stage, int n) const {
-    return load_pair(dout_stage, n, 4 * kBlockM);
-  }
-  // In a wide step, pairs n and n + 1; `delta_at` is 0 for lse.
+  // Pairs n and n + 1 of a thread's lse, or delta, for the queries in a stage, which
+  // are adjacent. `delta_at` is 0 for lse.
   __device__ __forceinline__ void load_two(float2 (&to)[2], unsigned dout_stage, int n,
                                            int delta_at) const {
     const float4 x = ptx::load_shared_f32x4(
@@ -632,138 +413,58 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ void prefetch_lse(unsigned dout_stage) {
 #pragma unroll
     for (int n = 0; n < kEarlyLse; n += 2) {
-      if constexpr (!kByFours) {
-        early_lse[n] = load_lse(dout_stage, n);
-        early_lse[n + 1] = load_lse(dout_stage, n + 1);
-      } else {
-        float2 two[2];
-        load_two(two, dout_stage, n, 0);
-        early_lse[n] = two[0], early_lse[n + 1] = two[1];
-      }
+      float2 two[2];
+      load_two(two, dout_stage, n, 0);
+      early_lse[n] = two[0], early_lse[n + 1] = two[1];
     }
-  }
-  __device__ __forceinline__ void prefetch_delta(unsigned dout_stage) {
-#pragma unroll
-    for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(dout_stage, n);
   }
 
   // --- P and dS
 
-  // s becomes P of the block of queries in a stage, and p the same as an A operand.
-  __device__ __forceinline__ void softmax(unsigned dout_stage, bool whole) {
+  // s becomes P, and p the same as an A operand.
+  __device__ __forceinline__ void softmax(bool whole) {
     if (!whole) mask(info(), args.inputs.hidden, origin());
-    exponentiate<0, kScores>(args.inputs.to_log2, [&](int n) {
-      return n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
-    });
+    exponentiate<0, kScores>(args.inputs.to_log2, [&](int n) { return early_lse[n]; });
     round_p<0, kScores>();
   }
   // Computes dS for the block in a stage of dO.
   __device__ __forceinline__ void make_ds_of(unsigned dout_stage) {
     float2 two[2];
     make_ds<0, kScores>(kNarrow<elem_t> ? info().factor : 1.f, [&](int n) {
-      if (kByFours && n % 2 == 0) load_two(two, dout_stage, n, 4 * kBlockM);
-      return kByFours          ? two[n % 2]
-             : n < kEarlyDelta ? early_delta[n]
-                               : load_delta(dout_stage, n);
+      if (n % 2 == 0) load_two(two, dout_stage, n, 4 * kBlockM);
+      return two[n % 2];
     });
   }
-  // Both warpgroups read dS for dq.
-  __device__ __forceinline__ void publish_ds() {
-    if constexpr (kMakesDq) {
-      store_ds(block % 2);
-      ptx::fence_proxy_async();
+  // Adds this warp's part of dq to the sums in memory.
+  __device__ __forceinline__ void add_dq(const float (&dq)[kSumsQ],
+                                         int target_block) const {
+    index_t start = index_t(target_block) * (2 * kPart) + group * kPart +
+                    warp * (kPart / 4) + lane * 4;
+    ptx::launder(start);  // one address rather than one for each store
+#pragma unroll
+    for (int e = 0; e < kSumsQ; e += 4) {
+      ptx::red_global_add(args.sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
+                          dq[e + 3]);
     }
-  }
-  __device__ __forceinline__ void start_dq_of(float (&dq)[kSumsQ]) {
-    if constexpr (kMakesDq) start_dq(dq, block % 2);
   }
 
   // --- one block of queries, with S and P of the next. No product is in flight between
   // steps, because ptxas does not track them around a loop (C7514).
 
-  // Also computes dP of the next block, so that the softmax overlaps with dk and dP.
-  template <bool kLast, typename Dq>
-  __device__ __forceinline__ void narrow_step(Dq& dq) {
-    const unsigned this_q = q_stage, this_dout = block % kStagesDout;
-    q_stage = stage_after(q_stage);
-    q_parity ^= q_stage == 0;
-    start_dv(this_dout, accumulate);
-    // Test early whether the stages are full.
-    bool q_is_there = false, dout_is_there = false, whole = true;
-    if constexpr (!kLast) {
-      q_is_there = ptx::mbarrier_try_wait_parity(smem.q_full + 8 * q_stage, q_parity);
-    }
-    make_ds_of(this_dout);
-    publish_ds();
-    if constexpr (!kLast) {
-      if (!q_is_there) wait_for_q();
-      start_s(q_stage);
-      ptx::wgmma_wait_group<1>();  // dv
-      dout_is_there = ptx::mbarrier_try_wait_parity(
-          smem.dout_full + 8 * ((block + 1) % kStagesDout),
-          (block + 1) / kStagesDout & 1);
-      whole = is_whole();
-    }
-    const int target_block = kMakesDq && !kOrdered ? dq_sums.origin_of(this_q) : 0;
-    // dS of both warpgroups is complete. Both have also finished dv of this block and
-    // dk of the previous one: the stages for the block after next are free.
-    ptx::bar_sync<kNumThreads>(1);
-    const bool more = !kLast && block + 1 != last;
-    if constexpr (kCluster > 1) {
-      // In each step, so that the index of the block gives the parity.
-      if (threadIdx.x < kCluster) {
-        // Relaxed: it only orders reads of the stages, and those are complete.
-        ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(smem.empty, threadIdx.x));
-      }
-    } else if constexpr (!kLate) {
-      if (more && threadIdx.x == 0) producer.load_all(stage_after(q_stage), this_dout);
-    }
-    take_next(kLast);
-    start_dq_of(dq);
-    start_dk(this_q, accumulate);
-    dq_sums.prefetch(this_q, shared.outputs[num_done & 1]);
-    if constexpr (!kLast) {
-      if (!dout_is_there) wait_for_dout(block + 1);
-      prefetch_lse((block + 1) % kStagesDout);
-    }
-    if constexpr (kCluster > 1) {
-      if (more && threadIdx.x == 0) {
-        wait(smem.empty, block & 1);  // both blocks have finished with the stages
-        producer.load_all(stage_after(q_stage), this_dout);
-      }
-    } else if constexpr (kLate) {
-      if (more && threadIdx.x == 0) producer.load_all(stage_after(q_stage), this_dout);
-    }
-    if (kOrdered && lane == 0) dq_sums.acquire(this_q, shared.outputs[num_done & 1]);
-    ptx::wgmma_wait_group<1>();  // all but dk
-    if constexpr (kMakesDq) compiler_fence(dq);
-    if constexpr (!kLast) compiler_fence(s);
-    if constexpr (kMakesDq) dq_sums.add(dq, target_block);
-    if constexpr (!kLast) {
-      start_dp((block + 1) % kStagesDout);
-      softmax((block + 1) % kStagesDout, whole);
-      prefetch_delta((block + 1) % kStagesDout);
-    }
-    ptx::wgmma_wait_group<0>();
-    if constexpr (!kLast) compiler_fence(dp);
-    publish_next(kLast);
-  }
-
   // Starts with dP. dv overlaps with the computation of dS, dk and dq with the softmax.
   // A warpgroup waits for the other's dS only after dk: half a step of slack.
-  template <bool kLast> __device__ __forceinline__ void wide_step() {
+  template <bool kLast> __device__ __forceinline__ void step() {
     const unsigned this_q = q_stage, this_dout = block % kStagesDout;
     q_stage = stage_after(q_stage);
     q_parity ^= q_stage == 0;
-    if constexpr (kOrdered) take_next(kLast);
     start_dp(this_dout);
     start_dv(this_dout, accumulate);
-    prefetch_delta(this_dout);
     ptx::wgmma_wait_group<1>();  // dP
     compiler_fence(dp);
     make_ds_of(this_dout);
-    if constexpr (!kOrdered) take_next(kLast);
-    publish_ds();
+    take_next(kLast);
+    store_ds(block % 2);  // both warpgroups read it for dq
+    ptx::fence_proxy_async();
     ptx::wgmma_wait_group<0>();  // dv
     compiler_fence(sums_v);
     // This warpgroup's dS is complete, and it has finished dv of this block and dk of
@@ -775,16 +476,15 @@ struct mainloop_t : mma_t {
       start_s(q_stage);
     }
     start_dk(this_q, accumulate);
-    const int target_block = kMakesDq && !kOrdered ? dq_sums.origin_of(this_q) : 0;
+    const int target_block = ptx::load_shared_s32(smem.origins + 8 * this_q + 4);
     bool whole = true;
     if constexpr (!kLast) {
       whole = is_whole();
       if (group == 0) request = producer.read_part(producer.loader());
     }
-    dq_sums.prefetch(this_q, shared.outputs[num_done & 1]);
     ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // and the other warpgroup's
     float dq[kSumsQ];
-    start_dq_of(dq);
+    start_dq(dq, block % 2);
     // The stages for the block after next are free; in the last step so are all tiles
     // except k, for the next work tile.
     if (!kLast && block + 1 != last) {
@@ -792,58 +492,40 @@ struct mainloop_t : mma_t {
     }
     if (kLast && threadIdx.x == 0) {
       publish_next(kLast);
-      producer.publish(next_number, num_done + 1, q_stage, block + 1);
+      producer.publish(next_number, num_done + 1);
     }
-    if (kLast && kSpread && group == 0) {
+    if (kLast && group == 0) {
       ptx::bar_sync<128>(6);
       producer.load(kDynamic ? published_next() : next_number, q_stage, block + 1);
     }
     if constexpr (!kLast) {
       wait_for_dout(block + 1);
       prefetch_lse((block + 1) % kStagesDout);
-      ptx::wgmma_wait_group<kMakesDq ? 2 : 1>();  // S
+      ptx::wgmma_wait_group<2>();  // S
       compiler_fence(s);
-      softmax((block + 1) % kStagesDout, whole);
+      softmax(whole);
     }
-    if (kOrdered && lane == 0) dq_sums.acquire(this_q, shared.outputs[num_done & 1]);
     ptx::wgmma_wait_group<0>();
-    if constexpr (kMakesDq) {
-      compiler_fence(dq);
-      dq_sums.add(dq, target_block);
-    }
-  }
-
-  template <bool kLast> __device__ __forceinline__ void step() {
-    if constexpr (kNarrowStep) {
-      narrow_step<kLast>(dp);  // its registers are free for dq
-    } else {
-      wide_step<kLast>();
-    }
+    compiler_fence(dq);
+    add_dq(dq, target_block);
     ++block;
   }
 
   // Sums dk and dv over the blocks of queries of a work tile.
   __device__ __forceinline__ void attend() {
-    next_number = number + static_cast<int>(gridDim.x) / kCluster;
-    dq_sums.seen = 0;
+    next_number = number + static_cast<int>(gridDim.x);
     accumulate = false;
-    // The first block: S and P and, in a narrow step, dP.
+    // The first block: S and P.
     wait(smem.k_full, num_done & 1);
     wait_for_q();  // now the info of the tile has arrived, too
     last = block + uniform(info().count) - 1;
     start_s(q_stage);
     wait(smem.v_full, num_done & 1);
     wait_for_dout(block);
-    if constexpr (kNarrowStep) start_dp(block % kStagesDout);
     prefetch_lse(block % kStagesDout);
-    ptx::wgmma_wait_group<kNarrowStep ? 1 : 0>();
+    ptx::wgmma_wait_group<0>();
     compiler_fence(s);
-    softmax(block % kStagesDout, is_whole());
-    if constexpr (kNarrowStep) {
-      prefetch_delta(block % kStagesDout);
-      ptx::wgmma_wait_group<0>();
-      compiler_fence(dp);
-    }
+    softmax(is_whole());
 #pragma unroll 1
     while (block != last) {
       step<false>();
@@ -852,13 +534,7 @@ struct mainloop_t : mma_t {
     step<true>();
     compiler_fence(sums_k);
     compiler_fence(sums_v);
-    // All products of this tile end in both blocks before the next tiles load.
-    if constexpr (kCluster > 1) {
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-    } else {
-      ptx::bar_sync<kNumThreads>(5);
-    }
+    ptx::bar_sync<kNumThreads>(5);  // all products of this tile end here
   }
 
   // --- epilogue
@@ -877,7 +553,7 @@ struct mainloop_t : mma_t {
   __device__ __forceinline__ void store(const outputs_t& to) const {
     const params_t& params = args.score.params;
     const grads_t& grads = args.grads;
-    const int key_first = (to.tile * kCluster + rank()) * kBlockN;
+    const int key_first = to.tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // the second: + 8
     float nonfinite = store_rows(
@@ -888,20 +564,14 @@ struct mainloop_t : mma_t {
         sums_v, 1 / kFactorP, args.dv + to.dv + key_first * grads.row[1], grads.row[1],
         row_thread, num_keys, static_cast<int>(params.head_dim_v), nonfinite);
     if (nonfinite != 0) args.found->nonfinite = 1;
-    if (kOrdered && lane == 0) {
-      dq_sums.release(to.turn);
-      ptx::store_shared_s32(dq_sums.added_here(), -1);
-    }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kCluster,
-                                                                              1, 1)
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
                          const located_t* entries,         // backward.cuh
                          const float* __restrict__ stats,  // backward.cuh
                          float* __restrict__ sums_q,       // backward.cuh
-                         int* dq_semaphores,               // backward.cuh
                          float* pieces,                    // backward.cuh
                          elem_t* __restrict__ dk,          // as k, summed over entries
                          elem_t* __restrict__ dv,          // as v, summed over entries
@@ -909,25 +579,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kC
                          SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
-  const arguments_t args = {inputs, entries, stats, sums_q,  dq_semaphores,     pieces,
-                            dk,     dv,      found, counter, {SCORE_ARGUMENTS}, grads};
+  const arguments_t args = {inputs, entries, stats, sums_q,  pieces,
+                            dk,     dv,      found, counter, {SCORE_ARGUMENTS},
+                            grads};
   const addresses_t smem(tiles, shared.published);
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) smem.init_barriers(shared.published);
   ptx::griddepcontrol_wait();
   // The next kernel may start: its blocks find no room before these are finished.
   ptx::griddepcontrol_launch_dependents();
-  // The barriers are initialized in both blocks.
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();  // the barriers are initialized
 
   mainloop_t mainloop(group, args, shared, smem);
-  const int lane = mainloop.lane;
-  if (kOrdered && lane == 0) shared.added[threadIdx.x / 32] = -1;
   mainloop.begin();
   while (mainloop.number < inputs.num_work_tiles) {
     mainloop.attend();
@@ -939,10 +602,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kC
       mainloop.store(to);
     }
   }
-  if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish resets both numbers for the next launch.
-  if (kDynamic && threadIdx.x == 0 && rank() == 0 &&
-      atomicAdd(&counter->finished, 1) == gridDim.x / kCluster - 1) {
+  if (kDynamic && threadIdx.x == 0 &&
+      atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
     counter->next = 0;
     counter->finished = 0;
     __threadfence();

@@ -11,8 +11,8 @@
 // pieces (pieces of tiles, dk and dv, 2, 64 * 64)  float: sums of 64 keys before
 // scaling,
 //        laid out as in `sums`
-// dq_semaphores  (slots, blocks of queries, warps)  int: how many tiles of keys have
-//        added to this warp's part of a block of sums, for a deterministic order
+// dq_semaphores  (slots, blocks of queries)  int: how many tiles of keys have added to
+//        a block of sums, or need not, for a deterministic order
 // met    (cut tiles, warps, 2)  int: how many of the two halves have finished, and
 //        whether the sums of the first are stored
 // parts  (cut tiles, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv and dk
@@ -149,8 +149,8 @@ struct work_tile_t {
 };
 
 // Work tiles in the order of memory, or by sections of entries: within a section, first
-// tiles of all entries go first, or last tiles do.
-template <bool kBySections, bool kFromLast>
+// tiles of all entries go first.
+template <bool kBySections>
 __device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
   if constexpr (kBySections) {
@@ -158,8 +158,7 @@ __device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& input
     const unsigned first = n / in_section * inputs.section;
     const unsigned rest = n % in_section;
     const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    const int tile = rest / width;
-    return {kFromLast ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
+    return {int(rest / width), int(first + rest % width)};
   } else {
     return {int(n % num_tiles), int(n / num_tiles)};
   }

@@ -6,8 +6,8 @@
 //            queries: dS of both warpgroups is complete by then, and either may run
 //            ahead of the other by half a step
 // Grid       Persistent, one block per multiprocessor. A work tile is a tile of keys;
-//            blocks take them from a counter. Without masks, leftover tiles are cut in
-//            two, and the half that finishes last adds both
+//            blocks take them from a counter. Without masks or a fixed order, leftover
+//            tiles are cut in two, and the half that finishes last adds both
 // Threads    two consumer warpgroups, 64 keys each. In the producer warpgroup one
 //            thread issues all TMA loads, another lets TMA add dq to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once per work tile
@@ -19,7 +19,8 @@
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
 //            L2; TMA adds dq to float sums
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of the sums of dq varies from run to run
+//            products. The order of the sums of dq varies from run to run, unless
+//            kOrdered
 // Options    alibi alone: its slope arrives with each block of queries, since summed
 //            entries have different heads. Or a mask function alone: a work tile walks
 //            over lists of the blocks of queries that see some of its keys
@@ -33,6 +34,15 @@
 #include "ptx/relaxed.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
+
+#ifndef ORDERED
+#error "ORDERED comes from the host"
+#endif
+// Deterministic dq: tiles of keys add to a block of dq one after the other, from the
+// first to the last. No block waits for one that has not started, since blocks take the
+// tiles in this order. Queries go from the last to the first, so that with a causal
+// bound, too, a tile starts behind the tiles before it.
+constexpr bool kOrdered = ORDERED;
 
 constexpr int kGroups = 2, kConsumers = 128 * kGroups;
 static_assert(kNumThreads == kConsumers + 128 && kHeadDim * kBlockM == 128 * 64);
@@ -50,22 +60,29 @@ constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 // How many of the pairs of lse and delta of a thread are prefetched.
 constexpr int kEarlyLse = 8, kEarlyDelta = kIsWide ? 0 : kHasOptions ? 3 : 4;
 
+// Whether a warpgroup may skip the first block of a work tile.
+constexpr bool kSkips = kBounds > 0 && !kHasMaskFunction && !kOrdered;
+
 // --- shared memory
 
 // A work tile as published by the producer.
 struct alignas(16) published_t : tile_info_t {
   int tile;
   int slot;  // index of a tile that is cut in two; else < 0
-  // The first block of several is invisible to all keys of the second warpgroup.
+  // With kSkips: the first block of several is invisible to all keys of the second
+  // warpgroup.
   int skips;
   index_t dk, dv;  // offsets of the gradients
 };
 // The producer may be up to four work tiles ahead.
 constexpr int kPublished = 8;
 // For a block of queries: its first query, its index among the blocks of sums_q, and
-// whether it is the last of all.
+// whether it is the last of all. With kOrdered, further how many tiles are before this
+// one, or < 0: it adds to no block; and kIsFirst if none of them adds to this block.
+constexpr int kIsLast = 1, kIsFirst = 2;
 constexpr int kOrigins = 8, kToOptions = kOrigins * sizeof(int4);
 static_assert(kBounds > 0 || !kHasMaskFunction, "work tiles of different lengths");
+static_assert(!kOrdered || !kHasOptions, "options are summed in any order");
 // The next work tile is taken this many blocks of queries before the end of the current
 // one. Earlier, blocks hoard long tiles while others run dry; later, loads are late.
 constexpr int kAhead = 6;
@@ -106,6 +123,10 @@ struct shared_t {
   int next_tile;                             // kept here for lack of registers
   float slopes[kHasAlibi ? kMaxSummed : 1];  // of each source, times log2 e
   listed_t listed[kHasMaskFunction ? kMaxSummed : 1];
+  // With kOrdered: the first work tile of this block. And for the current one, how many
+  // tiles are before it, or < 0: it adds to no block of dq; and the block from which on
+  // none of them adds.
+  int first_tile, turn, first_from;
 };
 
 // Shared memory addresses.
@@ -168,7 +189,7 @@ struct arguments_t {
   const inputs_t& inputs;
   const float* stats;
   float* sums_q;
-  int* met;
+  int* counts;
   float* parts;
   elem_t *dk, *dv;
   found_t* found;
@@ -379,7 +400,7 @@ struct producer_t {
     const bool is_second = number >= inputs_now.num_work_tiles - inputs_now.num_split;
     if (is_second) number -= inputs_now.num_split;
     info.slot = number - (inputs_now.num_work_tiles - 2 * inputs_now.num_split);
-    const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs_now);
+    const work_tile_t tile = tile_of<(kBounds > 0 || kOrdered)>(number, inputs_now);
     const int row = tile.tile * kBlockN;
     info.dk = offset_of(grads_now.kept, tile.kept, 1);
     info.dv = offset_of(grads_now.kept, tile.kept, 2);
@@ -390,6 +411,7 @@ struct producer_t {
     info.num_keys = static_cast<int>(args.score.params.seqlen_k) - row;
     // The blocks of queries that see keys of the tile; at least one.
     int block_first = 0, block_last = args.inputs.num_blocks;
+    if constexpr (kOrdered) shared.turn = tile.tile;
     if constexpr (kBounds > 0) {
       // As in scores_t, but with fewer registers: bounds on the keys that the first
       // query sees, relative to the tile's first key, and from these the queries.
@@ -406,6 +428,12 @@ struct producer_t {
       if (block_first >= block_last) {
         block_first = 0;
         block_last = 1;
+        if constexpr (kOrdered) shared.turn = -1;
+      }
+      if constexpr (kOrdered) {
+        // Behind the last query that sees a key of the tile before.
+        const int end = min(max(-low, 0), num_queries);
+        shared.first_from = (end + kBlockM - 1) / kBlockM;
       }
       info.low = low;
       info.high = high;
@@ -433,7 +461,13 @@ struct producer_t {
     unsigned stage = loaded % kStagesQ, full = smem.q_full + 8 * stage;
     wait(smem.q_empty + 8 * stage, (loaded / kStagesQ & 1) ^ 1);
     ptx::store_shared_s32x2(origin, block * kBlockM, from.x + block);
-    ptx::store_shared_s32(origin + 8, is_last);
+    if constexpr (kOrdered) {
+      const bool is_first = kBounds == 2 && block >= shared.first_from;
+      ptx::store_shared_s32x2(origin + 8, is_last * kIsLast | is_first * kIsFirst,
+                              shared.turn);
+    } else {
+      ptx::store_shared_s32(origin + 8, is_last);
+    }
     if constexpr (kHasAlibi) {
       const index_t row = shared.places.k.x, i = block * kBlockM;
       const auto distance = static_cast<float>(args.score.query_offset + i - row);
@@ -486,14 +520,14 @@ struct producer_t {
 
   __device__ __forceinline__ void produce() {
     const inputs_t& inputs = args.inputs;
-    next_tile() = blockIdx.x;
+    next_tile() = kOrdered ? shared.first_tile : blockIdx.x;
 #pragma unroll 1
     for (; next_tile() < inputs.num_work_tiles; ++num_done) {
       publish();
       const int4 blocks = shared.places.blocks;
       const int num_blocks = blocks.y - blocks.x;
       int summed = blocks.z / num_blocks;
-      int block = blocks.x + blocks.z - summed * num_blocks;
+      int block = kOrdered ? blocks.y - 1 : blocks.x + blocks.z - summed * num_blocks;
       [[maybe_unused]] int first = 0, word = 0;
 #pragma unroll 1
       for (int n = blocks.z; n < blocks.w; ++n) {
@@ -504,16 +538,17 @@ struct producer_t {
         }
         const bool ends = n + 1 == blocks.w;
         if (n == max(blocks.z, blocks.w - kAhead)) {
-          next_tile() = atomicAdd(&args.counter->next, 1) + gridDim.x;
+          next_tile() = atomicAdd(&args.counter->next, 1) + (kOrdered ? 0 : gridDim.x);
         }
         load_queries(summed, block, ends && next_tile() >= inputs.num_work_tiles, word);
         if (n == blocks.z) {
           load_keys(smem.v, inputs.v_map, smem.v_full, smem.v_empty, shared.places.v);
           load_keys(smem.k, inputs.k_map, smem.k_full, smem.k_empty, shared.places.k);
         }
-        if (!kHasMaskFunction && ++block == blocks.y) {
-          block = blocks.x;
-          ++summed;
+        if constexpr (kOrdered) {
+          if (--block < blocks.x) block = blocks.y - 1, ++summed;
+        } else if constexpr (!kHasMaskFunction) {
+          if (++block == blocks.y) block = blocks.x, ++summed;
         }
       }
     }
@@ -523,19 +558,29 @@ struct producer_t {
   }
 };
 
-// Another thread hands dq to TMA, which adds it to the sums in memory.
+// Another thread hands dq to TMA, which adds it to the sums in memory. With kOrdered, a
+// semaphore per block of dq counts the tiles that have added to it. No fence is needed
+// (it takes 600 cycles): only TMA reads and writes the sums, in L2, and reports its
+// completion.
 __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& shared,
                                        const addresses_t& smem) {
   const unsigned origins = ptx::shared_address(shared.origins);
-  bool more = blockIdx.x < args.inputs.num_work_tiles;
+  const int first_tile = kOrdered ? shared.first_tile : int(blockIdx.x);
+  bool more = first_tile < args.inputs.num_work_tiles;
 #pragma unroll 1
   for (unsigned block = 0; more; ++block) {
     wait(smem.dq_full, block & 1);  // now the origin is stored, too
     const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
-    more = origin.z == 0;
+    more = kOrdered ? (origin.z & kIsLast) == 0 : origin.z == 0;
+    int* const semaphore = args.counts + origin.y;
+    if (kOrdered && (origin.z & kIsFirst) == 0) {
+      while (ptx::load_relaxed(semaphore) < origin.w) {
+      }
+    }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (g > 0) wait(smem.dq_full + 8 * g, block & 1);
+      if (kOrdered && origin.w < 0) continue;
       ptx::cp_reduce_async_bulk_add(
           args.sums_q + (index_t(origin.y) * kGroups + g) * kPart,
           smem.dq + g * kBytesPart, kBytesPart);
@@ -545,6 +590,10 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
     ptx::mbarrier_arrive(smem.dq_empty);
     ptx::cp_async_bulk_wait_group_read();
     ptx::mbarrier_arrive(smem.dq_empty + 8);
+    if constexpr (kOrdered) {
+      ptx::cp_async_bulk_wait_group();
+      if (origin.w >= 0) ptx::store_relaxed(semaphore, origin.w + 1);
+    }
   }
   ptx::cp_async_bulk_wait_group();
   // The last block to finish resets both numbers for the next launch.
@@ -839,7 +888,7 @@ struct mainloop_t : mma_t {
     last = block + count - 1;
     wait_for_q();
     wait(smem.v_full, num_done & 1);
-    if (kBounds > 0 && !kHasMaskFunction && group > 0 && uniform(info().skips)) {
+    if (kSkips && group > 0 && uniform(info().skips)) {
       skip();
     } else {
       step<true>();
@@ -874,8 +923,8 @@ struct mainloop_t : mma_t {
   // dq of the last block, while the keys of the next work tile load; then dk and dv.
   __device__ __forceinline__ void finalize() {
     auto& dq = part_of<kSumsQ>(dp);
-    const bool is_mine =
-        kBounds > 0 || meet(sums_k, sums_v, info().slot, args.met, args.parts);
+    const bool is_mine = kBounds > 0 || kOrdered ||
+                         meet(sums_k, sums_v, info().slot, args.counts, args.parts);
     publish_ds(block);
     start_dq_of(dq, block);
     ptx::wgmma_wait_group<0>();
@@ -897,8 +946,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_producer(const __grid_constant__ inputs_t inputs,
                                   const float* __restrict__ stats,  // backward.cuh
                                   float* __restrict__ sums_q,       // backward.cuh
-                                  int* met,                         // backward.cuh
-                                  float* parts,                     // backward.cuh
+                                  int* counts,   // met, or dq_semaphores: backward.cuh
+                                  float* parts,  // backward.cuh
                                   elem_t* __restrict__ dk,  // as k, summed over entries
                                   elem_t* __restrict__ dv,  // as v, summed over entries
                                   found_t* __restrict__ found,
@@ -910,7 +959,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const arguments_t args = {inputs,
                             stats,
                             sums_q,
-                            met,
+                            counts,
                             parts,
                             dk,
                             dv,
@@ -925,6 +974,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   ptx::griddepcontrol_wait();
   // The next kernel may start: its blocks find no room before these are finished.
   ptx::griddepcontrol_launch_dependents();
+  if (kOrdered && threadIdx.x == 0) shared.first_tile = atomicAdd(&counter->next, 1);
   __syncthreads();  // the barriers are initialized
 
   if (group == kGroups) {

@@ -191,7 +191,7 @@ struct producer_t {
     tile_info_t& info = shared.tile_infos[at.place];
     info.num_steps = -1;
     if (number >= inputs.num_work_tiles) return;
-    const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
+    const work_tile_t tile = tile_of<(kBounds > 0)>(number, inputs);
     const auto kept = locate(grads.kept, tile.kept);
     const int key_first = tile.tile * kBlockN;
     info.dk = kept.of[1] + key_first * grads.row[0];

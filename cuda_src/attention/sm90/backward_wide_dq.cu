@@ -187,7 +187,7 @@ struct producer_t {
     tile_info_t& info = this->info();
     info.tile_last = -1;
     if (number >= inputs.num_work_tiles) return;
-    const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
+    const work_tile_t tile = tile_of<(kBounds > 0)>(number, inputs);
     // Last tiles first: with causal masks they are longest.
     const int row_first = (inputs.num_tiles - 1 - tile.tile) * kTileM;
     int tile_first = 0;

@@ -20,38 +20,26 @@ from cupyflash._cuda.structs import Struct
 
 @dataclass(frozen=True)
 class HopperVjpTile:
-    """Queries of a block, blocks of a cluster, and how dq is summed.
+    """Queries of a block.
 
-    `cluster_alone` is for dk and dv only, if dq has a kernel of its own. With at least
-    `ordered_from` tiles of keys per multiprocessor, a fixed order of sums is kept by
-    semaphores, otherwise by that kernel: if all tiles of a head start at the same time,
-    they wait for each other. A section of heads takes `cache_share` of the L2 cache if
-    sums have no order; with `has_producer`, such sums belong to a kernel with a
-    producer warpgroup.
+    A section of heads takes `cache_share` of the L2 cache if sums have no order.
     """
 
     block_m: int
-    cluster: int = 1
-    cluster_alone: int = 1
-    ordered_from: float = math.inf
     cache_share: float = gradient_limits.CACHE_SHARE
-    has_producer: bool = False
 
 
 _Ladder = tuple[tuple[float, HopperVjpTile], ...]
 
-# Keys of a tile, and threads of a block; queries of a tile of the kernel for dq.
+# Keys of a tile, and threads of a block.
 BLOCK_N = 128
-TILE_M = 128
 _THREADS = 256
-_FEEDER_THREADS = 128  # more of them, for a producer warpgroup
+NUM_WARPS = _THREADS // 32  # each owns a part of a block of dq
+_PRODUCER_THREADS = 128  # more of them, for a producer warpgroup
 _STATIC_BYTES = 8192  # bytes of shared memory other than tiles
 # The fewest blocks of queries of a part of a tile: two parts cost five more than one.
 _LEAST_PART = 6
 
-# How dq is summed: tiles of keys add to it in any order, or one after the other; or a
-# kernel of its own computes it.
-MIXED, ORDERED, APART = "mixed", "ordered", "apart"
 _PRODUCER = "_producer"  # the main kernel with a producer warpgroup
 
 # The most entries whose gradients of k and v one block sums: kMaxSummed.
@@ -83,7 +71,6 @@ CUT = Struct(
 _SOURCES = {
     "": "attention/sm90/backward.cu",
     "_producer": "attention/sm90/backward_producer.cu",
-    "_queries": "attention/sm90/backward_dq.cu",
     "_rows": "attention/sm90/backward_preprocess.cu",
     "_dq": "attention/sm90/backward_postprocess.cu",
 }
@@ -151,32 +138,14 @@ class HopperVjpKernel:
         """The head dimension as it is compiled; zeros pad."""
         return max(compiled_dims(forward, self.tiles))
 
-    def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
+    def tile(self, forward: AttentionProblem) -> HopperVjpTile:
         """The tile measured best for a length."""
         ladder = self.tiles[self.dim(forward)][_bounds_of(forward) > 0]
-        tile = kernel.by_threshold(ladder, forward.seqlen_q)
-        if dq == ORDERED:
-            return HopperVjpTile(tile.block_m)
-        if dq == APART:
-            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
-        # Only that kernel applies alibi or a mask function.
-        return tile if is_plain(forward) else replace(tile, has_producer=True)
+        return kernel.by_threshold(ladder, forward.seqlen_q)
 
-    def dq_way(
-        self, problem: AttentionVjpProblem, device: Device, num_kept: int
-    ) -> str:
-        """How dq is summed: MIXED, ORDERED or APART."""
-        if not problem.deterministic:
-            return MIXED
-        forward = problem.forward
-        num_work_tiles = self.num_tiles(forward, ORDERED) * num_kept
-        least = self.tile(forward).ordered_from * device.num_sms
-        return ORDERED if num_work_tiles >= least else APART
-
-    @property
-    def num_warps(self) -> int:
-        """Warps of a block of the main kernel; each owns a part of a block of dq."""
-        return _THREADS // 32
+    def has_producer(self, forward: AttentionProblem, ordered: bool = False) -> bool:
+        """Whether the main kernel has a producer warpgroup."""
+        return self.dim(forward) == 128 or ordered or not is_plain(forward)
 
     def tile_lists(self, forward: AttentionProblem) -> TileLists:
         """Lists of the blocks of queries that a mask function shows to each tile.
@@ -190,19 +159,18 @@ class HopperVjpKernel:
         """Blocks of queries per entry."""
         return -(-forward.seqlen_q // self.tile(forward).block_m)
 
-    def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
-        """Tiles of keys per entry; those of a cluster count as one."""
-        cluster = self.tile(forward, dq).cluster
-        return -(-forward.seqlen_k // (BLOCK_N * cluster))
+    def num_tiles(self, forward: AttentionProblem) -> int:
+        """Tiles of keys per entry."""
+        return -(-forward.seqlen_k // BLOCK_N)
 
-    def _smem(self, forward, dq=MIXED):
+    def _smem(self, forward, ordered=False):
         """Bytes of k, v, stages of q and dO, two buffers of dS, statistics, and dq."""
-        tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
-        ds = 2 * tile.block_m * BLOCK_N * 2
+        block_m, row = self.tile(forward).block_m, 2 * self.dim(forward)
+        tiles = (2 * BLOCK_N + 5 * block_m) * row
+        ds = 2 * block_m * BLOCK_N * 2
         # Staging for TMA: dq of a block.
-        sums = 2 * tile.block_m * row if tile.has_producer or dq == ORDERED else 0
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
+        sums = 2 * block_m * row if self.has_producer(forward, ordered) else 0
+        return tiles + ds + 2 * 2 * block_m * 4 + sums + 1024
 
     def config(
         self,
@@ -210,32 +178,23 @@ class HopperVjpKernel:
         forward: AttentionProblem,
         batch_dims: int,
         num_blocks: int,
-        dq: str = MIXED,
+        ordered: bool = False,
     ) -> LaunchConfig:
         """The launch of a part."""
-        tile = self.tile(forward, dq)
-        if not part and tile.has_producer:
-            part = _PRODUCER
-        more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
+        more = {
+            "HEAD_DIM": self.dim(forward),
+            "BLOCK_M": self.tile(forward).block_m,
+        }
         num_threads, smem = _THREADS, 0
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
-        if part in ("", _PRODUCER, "_queries"):
+        if not part:
             more["BOUNDS"] = _bounds_of(forward)
-        if part == "_queries":
-            num_threads += _FEEDER_THREADS
-            rows = 2 * TILE_M + 2 * 2 * BLOCK_N
-            smem = rows * 2 * self.dim(forward) + 1024
-        elif part == _PRODUCER:
-            num_threads += _FEEDER_THREADS
-            smem = self._smem(forward, dq)
-        elif not part:
-            more |= {
-                "CLUSTER": tile.cluster,
-                "MAKES_DQ": int(dq != APART),
-                "ORDERED": int(dq == ORDERED),
-            }
-            smem = self._smem(forward, dq)
+            smem = self._smem(forward, ordered)
+            if self.has_producer(forward, ordered):
+                part = _PRODUCER
+                more["ORDERED"] = int(ordered)
+                num_threads += _PRODUCER_THREADS
         if part != _PRODUCER:  # the others see no scores, or none with options
             forward = replace(
                 forward, alibi_slopes=None, mask_function=None, generated=""
@@ -259,21 +218,23 @@ class HopperVjpKernel:
         device: Device,
         num_kept: int,
         num_summed: int,
-        dq: str,
+        ordered: bool,
     ) -> dict[str, Any]:
         """How work tiles are divided, and units of exponents: fields of inputs_t."""
-        num_tiles = self.num_tiles(forward, dq)
+        num_tiles = self.num_tiles(forward)
         num_work_tiles, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
         num_split, first_part = self.split(
-            forward, device, num_work_tiles, num_blocks * num_summed, dq
+            forward, device, num_work_tiles, num_blocks * num_summed, ordered
         )
-        whole, pieces = self.cut(forward, device, num_work_tiles, dq)
+        whole, pieces = self.cut(forward, device, num_work_tiles, ordered)
         # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
-        share = self.tile(forward, dq).cache_share
+        share = self.tile(forward).cache_share
+        if ordered:
+            share = gradient_limits.CACHE_SHARE
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
-        if dq == ORDERED:  # measured: half of that was at least as fast
+        if ordered:  # measured: half of that was at least as fast
             in_cache = -(-in_cache // 2)
         to_log2, hidden = gradient_limits.units(forward)
         return {
@@ -297,14 +258,14 @@ class HopperVjpKernel:
         device: Device,
         num_work_tiles: int,
         num_blocks: int,
-        dq: str,
+        ordered: bool,
     ) -> tuple[int, int]:
         """How many work tiles are cut in two, and blocks of queries of the first half.
 
         Of equal work tiles with `num_blocks` each, these are the ones left over when
         every multiprocessor has had the same number.
         """
-        if not self.tile(forward, dq).has_producer or _bounds_of(forward):
+        if not self.has_producer(forward) or _bounds_of(forward) or ordered:
             return 0, 0
         left = num_work_tiles % device.num_sms
         # Second halves, this many per multiprocessor, take as long as a first half.
@@ -313,16 +274,18 @@ class HopperVjpKernel:
         return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
 
     def cut(
-        self, forward: AttentionProblem, device: Device, num_work_tiles: int, dq: str
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_work_tiles: int,
+        ordered: bool,
     ) -> tuple[int, int]:
         """How many work tiles stay whole, and into how many pieces others are cut.
 
         Those left over when every multiprocessor has had the same number would occupy
         few of them; only if work tiles have the same length and no order.
         """
-        tile = self.tile(forward)
-        varies = dq != MIXED or _bounds_of(forward) > 0
-        if varies or tile.has_producer or tile.block_m != 128:
+        if ordered or _bounds_of(forward) or self.has_producer(forward):
             return num_work_tiles, 1
         left = num_work_tiles % device.num_sms
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
@@ -331,13 +294,6 @@ class HopperVjpKernel:
             if left and pieces > 1
             else (num_work_tiles, 1)
         )
-
-    def grid(
-        self, forward: AttentionProblem, device: Device, num_work_tiles: int, dq: str
-    ) -> int:
-        """Blocks of the main kernel: one per multiprocessor, in whole clusters."""
-        cluster = self.tile(forward, dq).cluster
-        return min(num_work_tiles, device.num_sms // cluster) * cluster
 
     def configs(
         self, forward: AttentionProblem, batch_dims: int
@@ -352,9 +308,7 @@ class HopperVjpKernel:
                 yield self.tile_lists(forward).config(forward, batch_dims)
             if not is_plain(forward):
                 continue
-            yield self.config("", longest, batch_dims, 1, ORDERED)
-            for part in ("", "_queries"):
-                yield self.config(part, longest, batch_dims, 1, APART)
+            yield self.config("", longest, batch_dims, 1, ordered=True)
 
 
 HOPPER_VJP = HopperVjpKernel(
@@ -362,22 +316,15 @@ HOPPER_VJP = HopperVjpKernel(
     methods=("tiled", "auto"),
     tiles={
         64: (
-            ((math.inf, HopperVjpTile(128, ordered_from=3)),),
+            ((math.inf, HopperVjpTile(128)),),
             (
-                (2048, HopperVjpTile(128, ordered_from=8, cache_share=1 / 3)),
-                (math.inf, HopperVjpTile(128, ordered_from=8)),
+                (2048, HopperVjpTile(128, cache_share=1 / 3)),
+                (math.inf, HopperVjpTile(128)),
             ),
         ),
         128: (
-            (
-                (
-                    math.inf,
-                    HopperVjpTile(
-                        64, cluster_alone=2, ordered_from=3, has_producer=True
-                    ),
-                ),
-            ),
-            ((math.inf, HopperVjpTile(64, cache_share=1 / 3, has_producer=True)),),
+            ((math.inf, HopperVjpTile(64)),),
+            ((math.inf, HopperVjpTile(64, cache_share=1 / 3)),),
         ),
     },
 )

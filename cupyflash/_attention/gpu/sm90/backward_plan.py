@@ -29,9 +29,8 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         [layout.targets[name] for name in ("dk", "dv")],
     )
     num_kept, num_summed = entries["num_kept"], entries["num_summed"]
-    dq_way = row.dq_way(problem, device, num_kept)
-    apart = dq_way == sm90_backward.APART
-    has_producer = row.tile(forward, dq_way).has_producer
+    ordered = problem.deterministic
+    has_producer = row.has_producer(forward, ordered)
 
     dq = layout.targets["dq"]
     seqlen_q, heads = forward.seqlen_q, forward.num_heads
@@ -41,7 +40,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     slot = [0, 0]
     slot[:batch_dims] = (step // head_step for step in dq.entries[:-2])
     schedule = {
-        **row.schedule(forward, device, num_kept, num_summed, dq_way),
+        **row.schedule(forward, device, num_kept, num_summed, ordered),
         "slot": slot,
     }
     block_m, block_n = row.tile(forward).block_m, sm90_backward.BLOCK_N
@@ -62,12 +61,11 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     # Arrays between the kernels, as in attention/sm90/backward.cuh.
     num_entries = num_kept * num_summed
     num_blocks = row.num_blocks(forward)
-    # Not needed if dq has a kernel of its own.
-    sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
-    ordered = dq_way == sm90_backward.ORDERED
-    semaphores = num_slots * num_blocks * row.num_warps * ordered
+    sums = num_slots * num_blocks * block_m * row.dim(forward)
+    semaphores = num_slots * num_blocks * ordered
     num_work_tiles, num_split = (schedule[n] for n in ("num_work_tiles", "num_split"))
-    semaphores += num_split * row.num_warps * 2  # halves that have finished
+    semaphores += num_split * sm90_backward.NUM_WARPS * 2  # halves that have finished
+    semaphores = -(-semaphores // 4) * 4
     num_whole, num_tiles = schedule["num_whole"], schedule["num_tiles"]
     num_cut = num_tiles * num_kept - num_whole
     scratch = {
@@ -82,7 +80,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     }
 
     def config(part, blocks):
-        config = row.config(part, forward, batch_dims, blocks, dq_way)
+        config = row.config(part, forward, batch_dims, blocks, ordered)
         # _rows is the first launch, or follows lists of tiles.
         return replace(config, overlaps=part != "_rows")
 
@@ -106,7 +104,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             ),
         ),
         (
-            config("", row.grid(forward, device, num_work_tiles, dq_way)),
+            config("", min(num_work_tiles, device.num_sms)),
             (
                 inputs, *(() if has_producer else ("entries",)), "stats", "sums",
                 At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
@@ -114,29 +112,21 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             ),
         ),
     ]  # fmt: skip
-    if apart:
-        tiles = -(-seqlen_q // sm90_backward.TILE_M)
-        arguments = (
-            inputs, "stats", "dq", "found", *OPTIONS_AND_OFFSET, make.params,
-            make.grads_of(("dq",)),
-        )  # fmt: skip
-        launches.append((config("_queries", num_entries * tiles), arguments))
-    else:
-        cut = PointersAndBytes(
-            ("pieces", "dk", "dv"),
-            sm90_backward.CUT.pack(
-                {
-                    "num_work_tiles": num_cut,
-                    "num_pieces": schedule["num_pieces"],
-                    "first_work_tile": num_whole,
-                    "num_tiles": num_tiles,
-                }
-            )[_POINTERS:],
-        )
-        dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
-        arguments = ("sums", "dq", *dq_steps, cut, "found", *plain)
-        blocks = 4 * num_cut + 2 * num_slots * num_blocks
-        launches.append((config("_dq", blocks), arguments))
+    cut = PointersAndBytes(
+        ("pieces", "dk", "dv"),
+        sm90_backward.CUT.pack(
+            {
+                "num_work_tiles": num_cut,
+                "num_pieces": schedule["num_pieces"],
+                "first_work_tile": num_whole,
+                "num_tiles": num_tiles,
+            }
+        )[_POINTERS:],
+    )
+    dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
+    arguments = ("sums", "dq", *dq_steps, cut, "found", *plain)
+    blocks = 4 * num_cut + 2 * num_slots * num_blocks
+    launches.append((config("_dq", blocks), arguments))
     launches += [
         again.launch(("q", "k", "v", "dout", "lse", "delta"), "found")
         for again in fallbacks(forward, layout, device, overlaps=True)

@@ -15,12 +15,7 @@ from vjp_laws import poison
 import cupyflash
 from cupyflash._attention.gpu import gradient_layout, gradient_limits, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.sm90.backward import (
-    APART,
-    MIXED,
-    ORDERED,
-    HopperVjpKernel,
-)
+from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
@@ -141,28 +136,22 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("dq", [MIXED, ORDERED, APART])
-def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
+@pytest.mark.parametrize("ordered", [False, True])
+def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, ordered):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
-    config = ROW.config("", forward, 1, 1, dq)
-    defines = dict(config.variant.defines)
-    cluster = int(defines.get("CLUSTER", 1))
-    fed = ROW.tile(forward, dq).has_producer
-    assert fed == (head_dim == 128 and dq == MIXED)
+    config = ROW.config("", forward, 1, 1, ordered)
+    fed = ROW.has_producer(forward, ordered)
+    assert fed == (head_dim == 128 or ordered)
     assert config.block == (384 if fed else 256,)
     assert config.variant.entry == "attention_vjp_hopper" + "_producer" * fed
-    assert fed or (defines["MAKES_DQ"], defines["ORDERED"]) == {
-        MIXED: ("1", "0"), ORDERED: ("1", "1"), APART: ("0", "0")
-    }[dq]  # fmt: skip
-    schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
-    assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
+    order = dict(config.variant.defines).get("ORDERED")
+    assert order == (str(int(ordered)) if fed else None)
+    schedule = ROW.schedule(forward, HOPPER, 3, 1, ordered)
+    assert schedule["num_tiles"] == -(-1500 // 128)
     num_work_tiles = 3 * schedule["num_tiles"]
     left = num_work_tiles - schedule["num_whole"]
     num_work_tiles += left * (schedule["num_pieces"] - 1) + schedule["num_split"]
     assert schedule["num_work_tiles"] == num_work_tiles
-    assert ROW.grid(forward, HOPPER, num_work_tiles, dq) == cluster * num_work_tiles
-    if cluster > 1:
-        assert (dq, head_dim, right) == (APART, 128, None)
 
 
 @pytest.mark.parametrize(
@@ -176,22 +165,16 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     ],
 )
 def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
-    def cut_of(head_dim=64, dq=MIXED, **options):
+    def cut_of(head_dim=64, ordered=False, **options):
         forward = problem(head_dim=head_dim, **options).forward
         forward = dataclasses.replace(forward, seqlen_q=seqlen, seqlen_k=seqlen)
-        num_work_tiles = num_kept * ROW.num_tiles(forward, dq)
-        return ROW.cut(forward, HOPPER, num_work_tiles, dq)
+        num_work_tiles = num_kept * ROW.num_tiles(forward)
+        return ROW.cut(forward, HOPPER, num_work_tiles, ordered)
 
     assert HOPPER.num_sms == 132
     assert cut_of() == cut
     whole = num_kept * seqlen // 128, 1
-    for other in (
-        {"right": 0},
-        {"dq": ORDERED},
-        {"dq": APART},
-        {"head_dim": 128},
-        ALIBI,
-    ):
+    for other in ({"right": 0}, {"ordered": True}, {"head_dim": 128}, ALIBI):
         assert cut_of(**other) == whole
 
 
@@ -199,10 +182,10 @@ def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
 def test_long_heads_are_few_in_a_section(seqlen, heads):
     forward = problem(head_dim=128, right=0, seqlen_q=seqlen, seqlen_k=seqlen).forward
     device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
-    assert ROW.schedule(forward, device, 10 * heads, 1, MIXED)["section"] == heads
+    assert ROW.schedule(forward, device, 10 * heads, 1, False)["section"] == heads
     most = device.l2_bytes * 4 // 5 // (1024 * seqlen)
     half = -(-most // 2)
-    assert ROW.schedule(forward, device, most, 1, ORDERED)["section"] == half
+    assert ROW.schedule(forward, device, most, 1, True)["section"] == half
 
 
 @pytest.mark.parametrize(
@@ -221,27 +204,16 @@ def test_work_tiles_that_are_left_over_are_cut_in_two(
 ):
     device = dataclasses.replace(HOPPER, num_sms=132)
     forward = problem(head_dim=128).forward
-    assert ROW.split(forward, device, num_work_tiles, num_blocks, MIXED) == split
-    assert ROW.split(forward, device, num_work_tiles, num_blocks, ORDERED) == (0, 0)
+    assert ROW.split(forward, device, num_work_tiles, num_blocks, False) == split
+    assert ROW.split(forward, device, num_work_tiles, num_blocks, True) == (0, 0)
     alibi = problem(head_dim=64, **ALIBI).forward
-    assert ROW.split(alibi, device, num_work_tiles, num_blocks, MIXED) == split
+    assert ROW.split(alibi, device, num_work_tiles, num_blocks, False) == split
     seen = problem(head_dim=128, right=0).forward
-    assert ROW.split(seen, device, num_work_tiles, num_blocks, MIXED) == (0, 0)
-    assert ROW.split(problem().forward, device, num_work_tiles, num_blocks, MIXED) == (
+    assert ROW.split(seen, device, num_work_tiles, num_blocks, False) == (0, 0)
+    assert ROW.split(problem().forward, device, num_work_tiles, num_blocks, False) == (
         0,
         0,
     )
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_turns_are_for_many_tiles(head_dim):
-    def way(num_kept, **more):
-        asked = problem(head_dim=head_dim, seqlen_k=1024, more=more)
-        return ROW.dq_way(asked, HOPPER, num_kept)
-
-    assert way(1) == way(10**6) == MIXED
-    assert way(1, deterministic=True) == APART
-    assert way(10**6, deterministic=True) == ORDERED
 
 
 def test_the_parameters_are_whole_lines():
@@ -513,22 +485,11 @@ def test_a_call_can_be_captured(cupy, rng):
     vjp_laws.a_call_can_be_captured(cupy, rng, 64)
 
 
-def sum_dq(monkeypatch, way):
-    """Let sums of dq come about in this way, for every size."""
-    from cupyflash._attention.gpu import backward as attention_vjp_gpu
-    from cupyflash._cuda import plan_cache
-
-    monkeypatch.setattr(HopperVjpKernel, "dq_way", lambda *_: way)
-    monkeypatch.setattr(attention_vjp_gpu, "_plans", plan_cache.PlanCache())
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [ORDERED, APART])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)])
-def test_in_one_order(cupy, rng, monkeypatch, way, dtype, name, dims):
-    sum_dq(monkeypatch, way)
+def test_in_one_order(cupy, rng, dtype, name, dims):
     options = {**BOUNDS[name], "deterministic": True}
     for seqlens in ((300, 200), (65, 700), (1, 1), (700, 130)):
         shapes = {"q": (2, 4, seqlens[0], dims[0]), "k": (2, 2, seqlens[1], dims[0])}
@@ -539,11 +500,8 @@ def test_in_one_order(cupy, rng, monkeypatch, way, dtype, name, dims):
 @pytest.mark.parametrize("heads", [(2, 2), (1, 1), (48, 8)])
 @pytest.mark.parametrize("bounds", [{}, {"causal": True}, {"window": (900, 100)}])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_turns_have_the_same_bits_in_every_run(
-    cupy, rng, monkeypatch, heads, bounds, dim
-):
+def test_turns_have_the_same_bits_in_every_run(cupy, rng, heads, bounds, dim):
     """Long chains of tiles, and more tiles than multiprocessors, among other work."""
-    sum_dq(monkeypatch, ORDERED)
     q, k, v, dout = (
         place(cupy, x)
         for x in inputs(
@@ -565,10 +523,9 @@ def test_turns_have_the_same_bits_in_every_run(
         with beside:
             cupy.ones((n + 1) << 22).sum()
         np.testing.assert_array_equal(dq().view(np.uint16), first.view(np.uint16))
-    sum_dq(monkeypatch, APART)
-    apart = dq().astype(np.float32)
-    error = np.abs(first.astype(np.float32) - apart).max()
-    assert error <= 2**-6 * np.abs(apart).max()
+    mixed = dq(deterministic=False).astype(np.float32)
+    error = np.abs(first.astype(np.float32) - mixed).max()
+    assert error <= 2**-6 * np.abs(mixed).max()
 
 
 @pytest.mark.gpu
@@ -648,11 +605,9 @@ def test_odd_heads_that_entries_share(cupy, rng, copies, batch, dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [ORDERED, APART])
 @pytest.mark.parametrize("bounds", [{}, {"causal": True}])
 @pytest.mark.parametrize("dims", [(33, 33), (65, 100)])
-def test_odd_heads_in_one_order(cupy, rng, copies, monkeypatch, way, bounds, dims):
-    sum_dq(monkeypatch, way)
+def test_odd_heads_in_one_order(cupy, rng, copies, bounds, dims):
     for seqlens in ((300, 200), (65, 700), (1, 1)):
         shapes = {"q": (2, 4, seqlens[0], dims[0]), "k": (2, 2, seqlens[1], dims[0])}
         arrays = inputs(rng, "bfloat16", **shapes, head_dim_v=dims[1])

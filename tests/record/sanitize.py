@@ -62,8 +62,7 @@ _SECONDS = 120  # that a tool may take for one row
 # racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
 # neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
 # that have those are compiled for it so that each lane arrives at an mbarrier, which
-# orders the same; the macro is theirs. It also keeps lanes of sm90/backward.cu from
-# reading what another one may be writing, which they would ignore.
+# orders the same; the macro is theirs.
 _EACH_LANE_ARRIVES = "EACH_LANE_ARRIVES"
 _FOLLOWED_BY_LANES = {
     "attention/tiled_f64", "attention/hopper", "attention_vjp/hopper",

@@ -7,15 +7,11 @@
 //        register order: for each 64 x 64 part of a block by warp (16 rows), group of 8
 //        columns, lane, and the lane's four numbers. A slot is a head of dq; batch
 //        entries that share q add to the same slot
-// entries  located_t of all entries, computed once per call
-// pieces (pieces of tiles, dk and dv, 2, 64 * 64)  float: sums of 64 keys before
-// scaling,
-//        laid out as in `sums`
 // dq_semaphores  (slots, blocks of queries)  int: how many tiles of keys have added to
 //        a block of sums, or need not, for a deterministic order
-// met    (cut tiles, warps, 2)  int: how many of the two halves have finished, and
-//        whether the sums of the first are stored
-// parts  (cut tiles, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv and dk
+// met    (cut tiles, warps)  int: how many of the parts have finished
+// parts  (cut tiles, parts, warps, 2, kSums / 4, lanes, 4)  float: their sums, of dv
+//        and dk
 #pragma once
 
 #include "attention/sm90/operands.cuh"
@@ -36,7 +32,7 @@ constexpr int kPart = 64 * 64;    // numbers of dq of a block per warpgroup
 // INPUTS of _attention/gpu/gradient_limits.py is the same struct on the host.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map, dout_map;
-  int num_work_tiles;  // tiles of keys over all kept entries; a cluster's count as one
+  int num_work_tiles;  // tiles of keys over all kept entries
   int num_tiles;       // per entry
   int num_blocks;      // blocks of queries per entry
   int section;         // kept entries whose q, dO and dq fit into the L2 cache together
@@ -44,24 +40,10 @@ struct alignas(64) inputs_t {
   index_t slot[2];           // distance in slots of dq between entries of a batch axis
   float to_log2;             // from scores to exponents of 2
   float hidden;              // a score whose weight is 0
-  // The last num_split tiles are cut in two: the first half has `first_part` blocks of
-  // queries over all summed entries. Both halves count as work tiles, second ones last.
-  int num_split, first_part;
-  // Work tiles from num_whole on are pieces, num_pieces to a tile.
-  int num_whole, num_pieces;
-};
-
-// Where the rows of an entry lie: coordinates in a tensor map, and its first block of
-// queries in sums or stats.
-struct alignas(16) rows_t {
-  int head, batch[2], block;
-};
-
-// An entry, and where its gradients of k and v go. Entries that are summed into one
-// gradient are adjacent.
-struct located_t {
-  rows_t q, dout, k, v;
-  index_t dk, dv;
+  // The last num_split tiles are cut into num_parts of at most `part_blocks` blocks of
+  // queries over all summed entries. Each part counts as a work tile; first ones are in
+  // the place of their tile, others come last.
+  int num_split, part_blocks, num_parts;
 };
 
 // Position of the statistics of query i of a block. With 64 columns, the four of a

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Shared by the kernels of sm_90a whose blocks own keys and compute all three
-// gradients: backward.cu and backward_producer.cu.
+// Products, P and dS of a consumer warpgroup of backward.cu.
 //
 // Tiles  k, v   kBlockN x kHeadDim  shared, 64 rows per warpgroup
 //        q, dO  kBlockM x kHeadDim  shared

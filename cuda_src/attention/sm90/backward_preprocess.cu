@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_rows: statistics of each query and the layout of each entry for
-// attention_vjp_hopper, and zeros for its sums.
+// attention_vjp_hopper_rows: statistics of each query for attention_vjp_hopper, and
+// zeros for its sums.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|
 // Grid       1-D; kHeadDim / 8 threads per query
@@ -17,32 +17,6 @@ struct alignas(16) eight_t {
   elem_t x[8];
 };
 
-// Entry n, in the order in which entries that are summed are adjacent.
-__device__ __forceinline__ located_t entry_of(index_t n, index_t num_blocks,
-                                              index_t slot_0, index_t slot_1,
-                                              const params_t& params,
-                                              const grads_t& grads) {
-  const index_t kept = divide(n, grads.num_summed);
-  const auto offsets = locate(grads.kept, kept);
-  const tile_coord_t at =
-      grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
-  const index_t slot =
-      at.head + at.batch[0] * slot_0 + at.batch[kBatchDims - 1] * slot_1;
-  auto rows_of = [&](const operand_t& operand, index_t head, index_t block) {
-    rows_t rows;
-    rows.head = coordinate(head, operand.head);
-    batch_coordinates(rows.batch, at, operand);
-    rows.block = static_cast<int>(block * num_blocks);
-    return rows;
-  };
-  return {rows_of(params.q, at.head, slot),
-          rows_of(grads.dout, at.head, at.row_of_heads),
-          rows_of(params.k, at.kv_head, 0),
-          rows_of(params.v, at.kv_head, 0),
-          offsets.of[1],
-          offsets.of[2]};
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_rows(
     const elem_t* __restrict__ out,   // (batch, heads, queries, head_dim_v)
     const elem_t* __restrict__ dout,  // as out
@@ -52,10 +26,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     float* __restrict__ delta,        // as lse, contiguous
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    located_t* __restrict__ entries,  // backward.cuh; or null
-    const index_t slot_0,             // as inputs_t::slot
-    const index_t slot_1, found_t* __restrict__ found,
-    const __grid_constant__ params_t params, const __grid_constant__ grads_t grads) {
+    found_t* __restrict__ found, const __grid_constant__ params_t params,
+    const __grid_constant__ grads_t grads) {
   ptx::griddepcontrol_launch_dependents();
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const tile_coord_t at(params, block_index(), num_blocks * (kBlockM / kRows));
@@ -127,10 +99,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     if (threadIdx.x % kWarpSize == 0 && bits > found->largest) {
       atomicMax(&found->largest, bits);
     }
-  }
-  if (threadIdx.x == 0 && entries != nullptr &&
-      block_index() < grads.num_kept * grads.num_summed) {
-    entries[block_index()] =
-        entry_of(block_index(), num_blocks, slot_0, slot_1, params, grads);
   }
 }

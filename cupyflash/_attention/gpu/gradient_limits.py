@@ -23,7 +23,7 @@ INPUTS = Struct(
         ("int", "num_kept", "num_summed"),
         ("index_t", "slot[2]"),
         ("float", "to_log2", "hidden"),
-        ("int", "num_split", "first_part", "num_whole", "num_pieces"),
+        ("int", "num_split", "part_blocks", "num_parts"),
     ),
     alignment=64,
 )

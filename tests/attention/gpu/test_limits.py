@@ -300,11 +300,10 @@ VJP_PRODUCTS = {
     "hopper": (
         ("sm90/backward_preprocess.cu: block * num_blocks", lambda p: _blocks(p, 64)),
         ("sm90/backward.cu: number + gridDim.x",
-         lambda p: _tiles(p, 64) + 4 * 132 * 132),
-        ("sm90/backward.cu: (tile * kCluster + rank) * kBlockN",
-         lambda p: p.seqlen_k + 2 * 256),
+         lambda p: _tiles(p, 64) + 8 * 132 * 132),
+        ("sm90/backward.cu: tile * kBlockN", lambda p: p.seqlen_k + 256),
         ("sm90/backward.cu: num_blocks * num_summed", lambda p: _blocks(p, 64)),
-        ("sm90/backward_producer.cu: diagonal + params_now.right + 1",
+        ("sm90/backward.cu: diagonal + params_now.right + 1",
          lambda p: p.seqlen_q + (1 << 30)),
     ),
     "hopper_wide": (

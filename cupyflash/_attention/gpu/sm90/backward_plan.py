@@ -10,12 +10,8 @@ from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm90 import backward as sm90_backward
 from cupyflash._attention.gpu.sm90.operands import encoder
-from cupyflash._cuda.launch_sequence import At, Counter, PointersAndBytes, Steps
+from cupyflash._cuda.launch_sequence import At, Counter, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
-
-_POINTERS = 3 * 8  # bytes of the pointers at the start of cut_t
-_ENTRY_BYTES = sm90_backward.LOCATED.dtype().itemsize
-_PIECE_BYTES = 4 * 64 * 64  # of `pieces` in attention/sm90/backward.cuh
 
 
 def hopper_vjp_steps(row, problem, operands, device) -> Steps:
@@ -30,7 +26,6 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     )
     num_kept, num_summed = entries["num_kept"], entries["num_summed"]
     ordered = problem.deterministic
-    has_producer = row.has_producer(forward, ordered)
 
     dq = layout.targets["dq"]
     seqlen_q, heads = forward.seqlen_q, forward.num_heads
@@ -43,7 +38,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         **row.schedule(forward, device, num_kept, num_summed, ordered),
         "slot": slot,
     }
-    block_m, block_n = row.tile(forward).block_m, sm90_backward.BLOCK_N
+    block_m, block_n = row.block_m(forward), sm90_backward.BLOCK_N
     encoders = {
         name: encoder(forward, {**layout.params, **layout.grads}, name, x, rows)
         for name, x, rows in (
@@ -63,19 +58,17 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     num_blocks = row.num_blocks(forward)
     sums = num_slots * num_blocks * block_m * row.dim(forward)
     semaphores = num_slots * num_blocks * ordered
-    num_work_tiles, num_split = (schedule[n] for n in ("num_work_tiles", "num_split"))
-    semaphores += num_split * sm90_backward.NUM_WARPS * 2  # halves that have finished
+    num_split = schedule["num_split"]
+    semaphores += num_split * sm90_backward.NUM_WARPS  # parts that have finished
     semaphores = -(-semaphores // 4) * 4
-    num_whole, num_tiles = schedule["num_whole"], schedule["num_tiles"]
-    num_cut = num_tiles * num_kept - num_whole
     scratch = {
         "found": FOUND_BYTES,
         # _rows clears both at once.
         "sums": 4 * (sums + semaphores),
-        "parts": 4 * num_split * block_n * 2 * row.dim(forward),
+        "parts": (
+            4 * num_split * schedule["num_parts"] * block_n * 2 * row.dim(forward)
+        ),
         "stats": 4 * num_entries * num_blocks * block_m * 2,
-        "pieces": 4 * _PIECE_BYTES * num_cut * schedule["num_pieces"],
-        "entries": _ENTRY_BYTES * num_entries,
         "delta": 4 * num_entries * seqlen_q,
     }
 
@@ -99,34 +92,20 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             config("_rows", num_entries * num_blocks * 4),
             (
                 "out", "dout", "lse", "dlse", "stats", "delta", "sums",
-                (sums + semaphores) // 4, 0 if has_producer else "entries", *slot,
-                "found", *plain,
+                (sums + semaphores) // 4, "found", *plain,
             ),
         ),
         (
-            config("", min(num_work_tiles, device.num_sms)),
+            config("", min(schedule["num_work_tiles"], device.num_sms)),
             (
-                inputs, *(() if has_producer else ("entries",)), "stats", "sums",
-                At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
+                inputs, "stats", "sums", At("sums", 4 * sums), "parts", "dk", "dv",
                 "found", Counter(), *listed, *OPTIONS_AND_OFFSET, make.params, grads,
             ),
         ),
     ]  # fmt: skip
-    cut = PointersAndBytes(
-        ("pieces", "dk", "dv"),
-        sm90_backward.CUT.pack(
-            {
-                "num_work_tiles": num_cut,
-                "num_pieces": schedule["num_pieces"],
-                "first_work_tile": num_whole,
-                "num_tiles": num_tiles,
-            }
-        )[_POINTERS:],
-    )
     dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
-    arguments = ("sums", "dq", *dq_steps, cut, "found", *plain)
-    blocks = 4 * num_cut + 2 * num_slots * num_blocks
-    launches.append((config("_dq", blocks), arguments))
+    arguments = ("sums", "dq", *dq_steps, "found", *plain)
+    launches.append((config("_dq", 2 * num_slots * num_blocks), arguments))
     launches += [
         again.launch(("q", "k", "v", "dout", "lse", "delta"), "found")
         for again in fallbacks(forward, layout, device, overlaps=True)

@@ -118,7 +118,7 @@ def test_alibi_changes_one_kernel(head_dim):
     for part in ("_rows", "_dq"):
         assert ROW.config(part, alibi, 1, 1) == ROW.config(part, plain, 1, 1)
     variant = ROW.config("", alibi, 1, 1).variant
-    assert variant.entry == "attention_vjp_hopper_producer"
+    assert variant.entry == "attention_vjp_hopper"
     assert dict(variant.defines)["ALIBI_SLOPES_T"] == "float"
 
 
@@ -140,42 +140,14 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
 def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, ordered):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
     config = ROW.config("", forward, 1, 1, ordered)
-    fed = ROW.has_producer(forward, ordered)
-    assert fed == (head_dim == 128 or ordered)
-    assert config.block == (384 if fed else 256,)
-    assert config.variant.entry == "attention_vjp_hopper" + "_producer" * fed
-    order = dict(config.variant.defines).get("ORDERED")
-    assert order == (str(int(ordered)) if fed else None)
+    assert config.block == (384,)
+    assert config.variant.entry == "attention_vjp_hopper"
+    assert dict(config.variant.defines)["ORDERED"] == str(int(ordered))
     schedule = ROW.schedule(forward, HOPPER, 3, 1, ordered)
     assert schedule["num_tiles"] == -(-1500 // 128)
     num_work_tiles = 3 * schedule["num_tiles"]
-    left = num_work_tiles - schedule["num_whole"]
-    num_work_tiles += left * (schedule["num_pieces"] - 1) + schedule["num_split"]
+    num_work_tiles += schedule["num_split"] * (schedule["num_parts"] - 1)
     assert schedule["num_work_tiles"] == num_work_tiles
-
-
-@pytest.mark.parametrize(
-    ("num_kept", "seqlen", "cut"),
-    [
-        (1024, 512, (4096 - 4, 4)),  # no more pieces than blocks of queries
-        (32, 16384, (4096 - 4, 33)),
-        (33, 1024, (264, 1)),  # nothing is left
-        (3, 1024, (0, 5)),  # fewer tiles than multiprocessors
-        (200, 128, (200, 1)),  # too many are left
-    ],
-)
-def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
-    def cut_of(head_dim=64, ordered=False, **options):
-        forward = problem(head_dim=head_dim, **options).forward
-        forward = dataclasses.replace(forward, seqlen_q=seqlen, seqlen_k=seqlen)
-        num_work_tiles = num_kept * ROW.num_tiles(forward)
-        return ROW.cut(forward, HOPPER, num_work_tiles, ordered)
-
-    assert HOPPER.num_sms == 132
-    assert cut_of() == cut
-    whole = num_kept * seqlen // 128, 1
-    for other in ({"right": 0}, {"ordered": True}, {"head_dim": 128}, ALIBI):
-        assert cut_of(**other) == whole
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 4)])
@@ -191,29 +163,44 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
 @pytest.mark.parametrize(
     ("num_work_tiles", "num_blocks", "split"),
     [
-        (132, 64, (0, 0)),
-        (132 + 66, 64, (66, 32)),  # halves, for all multiprocessors
-        (132 + 68, 64, (68, 43)),  # two of the shorter parts take as long as a longer
-        (131, 64, (0, 0)),
-        (2048, 10, (0, 0)),  # too short
-        (30, 12, (30, 6)),
+        (132, 64, (0, 0, 1)),
+        (132 + 66, 64, (66, 32, 2)),  # halves, for all multiprocessors
+        (
+            132 + 68,
+            64,
+            (68, 43, 2),
+        ),  # two of the shorter parts take as long as a longer
+        (132 + 44, 64, (44, 22, 3)),
+        (131, 64, (0, 0, 1)),
+        (2048, 10, (0, 0, 1)),  # too short
+        (4096, 64, (4, 8, 8)),  # no more parts than are fast to add up
+        (30, 12, (30, 3, 4)),
+        (1, 9, (1, 3, 3)),  # no part is empty
     ],
 )
-def test_work_tiles_that_are_left_over_are_cut_in_two(
-    num_work_tiles, num_blocks, split
-):
+def test_work_tiles_that_are_left_over_are_cut(num_work_tiles, num_blocks, split):
     device = dataclasses.replace(HOPPER, num_sms=132)
-    forward = problem(head_dim=128).forward
-    assert ROW.split(forward, device, num_work_tiles, num_blocks, False) == split
-    assert ROW.split(forward, device, num_work_tiles, num_blocks, True) == (0, 0)
-    alibi = problem(head_dim=64, **ALIBI).forward
-    assert ROW.split(alibi, device, num_work_tiles, num_blocks, False) == split
-    seen = problem(head_dim=128, right=0).forward
-    assert ROW.split(seen, device, num_work_tiles, num_blocks, False) == (0, 0)
-    assert ROW.split(problem().forward, device, num_work_tiles, num_blocks, False) == (
-        0,
-        0,
-    )
+
+    def split_of(ordered=False, **options):
+        forward = problem(**options).forward
+        return ROW.split(forward, device, num_work_tiles, num_blocks, ordered)
+
+    for same in ({"head_dim": 64}, {"head_dim": 128}, ALIBI):
+        assert split_of(**same) == split
+    for other in ({"ordered": True}, {"right": 0}):
+        assert split_of(**other) == (0, 0, 1)
+
+
+def test_no_part_is_empty():
+    device = dataclasses.replace(HOPPER, num_sms=132)
+    forward = problem().forward
+    for num_work_tiles in range(1, 133):
+        for num_blocks in range(1, 99):
+            num_split, part, parts = ROW.split(
+                forward, device, num_work_tiles, num_blocks, False
+            )
+            if num_split:
+                assert (parts - 1) * part < num_blocks <= parts * part
 
 
 def test_the_parameters_are_whole_lines():

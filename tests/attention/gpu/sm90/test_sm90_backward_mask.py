@@ -137,7 +137,7 @@ def test_a_mask_function_changes_one_kernel(head_dim):
         own, of_plain = (HOPPER_VJP.config(part, x, 1, 1) for x in (functions, plain))
         assert own == of_plain
     variant = HOPPER_VJP.config("", functions, 1, 1).variant
-    assert variant.entry == "attention_vjp_hopper_producer"
+    assert variant.entry == "attention_vjp_hopper"
     assert variant.generated
     assert dict(variant.defines)["BOUNDS"] == "1"  # tiles differ in length
 

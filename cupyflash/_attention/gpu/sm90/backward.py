@@ -181,7 +181,7 @@ class HopperVjpKernel:
         if not ordered and _bounds_of(forward) and forward.seqlen_q <= up_to:
             share = self.cache_share
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
-        if ordered:  # measured: half of that was at least as fast
+        if ordered and in_cache < num_kept:  # half of that was at least as fast
             in_cache = -(-in_cache // 2)
         to_log2, hidden = gradient_limits.units(forward)
         return {

@@ -156,8 +156,9 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
     assert ROW.schedule(forward, device, 10 * heads, 1, False)["section"] == heads
     most = device.l2_bytes * 4 // 5 // (1024 * seqlen)
+    assert ROW.schedule(forward, device, most, 1, True)["section"] == most
     half = -(-most // 2)
-    assert ROW.schedule(forward, device, most, 1, True)["section"] == half
+    assert ROW.schedule(forward, device, 10 * half, 1, True)["section"] == half
 
 
 @pytest.mark.parametrize(

@@ -569,10 +569,10 @@ struct producer_t {
           load_keys(smem.v, inputs.v_map, smem.v_full, smem.v_empty, shared.places.v);
           load_keys(smem.k, inputs.k_map, smem.k_full, smem.k_empty, shared.places.k);
         }
-        if constexpr (kOrdered) {
-          if (--block < blocks.x) block = blocks.y - 1, ++summed;
-        } else if constexpr (!kHasMaskFunction) {
-          if (++block == blocks.y) block = blocks.x, ++summed;
+        if constexpr (kHasMaskFunction) continue;
+        if (kOrdered ? --block < blocks.x : ++block == blocks.y) {
+          block = kOrdered ? blocks.y - 1 : blocks.x;
+          ++summed;
         }
       }
     }

@@ -18,14 +18,4 @@ __device__ __forceinline__ unsigned long long load_relaxed(
   return x;
 }
 
-__device__ __forceinline__ void store_relaxed(int* p, int x) {
-  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
-}
-
-__device__ __forceinline__ int load_relaxed(const int* p) {
-  int x;
-  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-
 }  // namespace ptx

@@ -36,10 +36,10 @@
 #include "attention/score/tile_lists.cuh"
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
+#include "ptx/acquire_release.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/relaxed.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 
@@ -583,9 +583,9 @@ struct producer_t {
 };
 
 // Another thread hands dq to TMA, which adds it to the sums in memory. With kOrdered, a
-// semaphore per block of dq counts the tiles that have added to it. No fence is needed
-// (it takes 600 cycles): only TMA reads and writes the sums, in L2, and reports its
-// completion.
+// semaphore per block of dq counts the tiles that have added to it. Release and
+// acquire order the sums themselves: waiting for the group does not, since ptxas makes
+// the same instruction of it as of waiting until the sources are read.
 __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& shared,
                                        const addresses_t& smem) {
   const unsigned origins = ptx::shared_address(shared.origins);
@@ -598,8 +598,9 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
     more = kOrdered ? (origin.z & kIsLast) == 0 : origin.z == 0;
     int* const semaphore = args.counts + origin.y;
     if (kOrdered && (origin.z & kIsFirst) == 0) {
-      while (ptx::load_relaxed(semaphore) < origin.w) {
+      while (ptx::load_acquire(semaphore) < origin.w) {
       }
+      ptx::fence_proxy_async_global();
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -616,7 +617,7 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
     ptx::mbarrier_arrive(smem.dq_empty + 8);
     if constexpr (kOrdered) {
       ptx::cp_async_bulk_wait_group();
-      if (origin.w >= 0) ptx::store_relaxed(semaphore, origin.w + 1);
+      if (origin.w >= 0) ptx::store_release(semaphore, origin.w + 1);
     }
   }
   ptx::cp_async_bulk_wait_group();

@@ -36,6 +36,10 @@ _SOURCES = {
 }
 
 
+# Queries from which blocks that wait for each other take whole sections of heads.
+_LONG_ORDERED = 2048
+
+
 def _bounds_of(forward):
     """BOUNDS of the kernels; with a mask function, tiles differ as with a bound."""
     varies = forward.mask_function is not None
@@ -181,7 +185,10 @@ class HopperVjpKernel:
         if not ordered and _bounds_of(forward) and forward.seqlen_q <= up_to:
             share = self.cache_share
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
-        if ordered and in_cache < num_kept:  # half of that was at least as fast
+        # Blocks that wait for each other: half of that is faster, but for long heads
+        # with bounds, where more heads leave less to wait for.
+        is_long = _bounds_of(forward) and forward.seqlen_q >= _LONG_ORDERED
+        if ordered and in_cache < num_kept and not is_long:
             in_cache = -(-in_cache // 2)
         to_log2, hidden = gradient_limits.units(forward)
         return {

@@ -157,6 +157,16 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     assert ROW.schedule(forward, device, 10 * heads, 1, False)["section"] == heads
     most = device.l2_bytes * 4 // 5 // (1024 * seqlen)
     assert ROW.schedule(forward, device, most, 1, True)["section"] == most
+    assert ROW.schedule(forward, device, 10 * most, 1, True)["section"] <= most
+
+
+@pytest.mark.parametrize(("seqlen", "right"), [(1024, 0), (4096, None)])
+def test_heads_that_wait_for_each_other_are_fewer_in_a_section(seqlen, right):
+    forward = problem(
+        head_dim=128, right=right, seqlen_q=seqlen, seqlen_k=seqlen
+    ).forward
+    device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
+    most = gradient_limits.in_cache(device, 1024 * seqlen, gradient_limits.CACHE_SHARE)
     half = -(-most // 2)
     assert ROW.schedule(forward, device, 10 * half, 1, True)["section"] == half
 

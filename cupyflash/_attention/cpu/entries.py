@@ -47,10 +47,10 @@ _BOXES_OF_A_THREAD = 4
 # float64 (the thresholds of OpenBLAS, which has none for float32 there).
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
-# Cost of a single entry whose rows two threads share, half that of some entries that
-# they do. The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so
-# that it rounds as without one.
-_WORTH_HALVES = 14_000_000
+# Cost of a single entry whose rows two threads share, and of some entries that they do.
+_WORTH_HALVES = 16_000_000, 28_000_000
+# The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so that it
+# rounds as without one.
 _ROWS_OF_TILES = 24
 
 
@@ -168,7 +168,7 @@ def cut_of(problem):
     other tiles of rows: then the product is made in two parts in a batch, too.
     """
     rows, size = problem.seqlen_q, _rows_of_a_box(problem)
-    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES:
+    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES[0]:
         size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
     return size if size < rows <= 2 * size else 0
 
@@ -184,7 +184,7 @@ def halves_of(problem):
     if not (
         takes(problem)
         and problem.method in ("auto", "tiled")
-        and total * cost_of_an_entry(problem) >= _WORTH_HALVES * min(total, 2)
+        and total * cost_of_an_entry(problem) >= _WORTH_HALVES[total > 1]
         and total * rows * problem.seqlen_k <= 2 * _scores_of_a_box(problem)
         and _threads.with_blas(_threads.num_cores()) > 1
     ):

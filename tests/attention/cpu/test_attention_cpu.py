@@ -490,7 +490,7 @@ def test_some_entries_go_in_halves_to_two_threads(rng, ways, monkeypatch, name, 
     assert ways[:2] == ["for_each", "hold_blas"]
     if axis != "shared keys":
         assert ways == ["for_each", "hold_blas"] * 2
-    monkeypatch.setattr(entries, "_WORTH_HALVES", 1 << 40)
+    monkeypatch.setattr(entries, "_WORTH_HALVES", (1 << 40, 1 << 40))
     attention_cpu._checked.clear()
     vjp_cpu._checked.clear()
     call()

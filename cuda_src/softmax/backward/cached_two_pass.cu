@@ -8,8 +8,9 @@
 //            other sums, adds them and publishes c of the row; blocks that write wait
 //            for that. log_softmax sums only dy, and reads only dy twice.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
-// Tiles      a part of a row: kHeld vectors of y and of dy per thread, in registers
-// Memory     dy twice, for softmax y as well, the second time from L2; the rest once;
+// Tiles      a part of a row: kInRegisters vectors of y and of dy per thread, in
+// registers Memory     dy twice, for softmax y as well, the second time from L2; the
+// rest once;
 //            16 bytes per access where dy and dx are aligned like y; blocks exchange 8
 //            bytes per part
 // Numbers    as softmax_vjp; for log_softmax of doubles, exponentials by a table
@@ -70,16 +71,16 @@ struct piece_t : row_part_t<kVector> {
 };
 
 // A thread's elements of a part of y or dy, in registers; 0 beyond the row.
-template <typename T> struct held_t {
+template <typename T> struct on_chip_t {
   using vector = vector_t<T, kVector>;
-  vector read[kHeld];
+  vector read[kInRegisters];
   T edge;
 
-  __device__ __forceinline__ held_t(const T* p, const piece_t& piece,
-                                    unsigned long long policy) {
+  __device__ __forceinline__ on_chip_t(const T* p, const piece_t& piece,
+                                       unsigned long long policy) {
     if (is_aligned<T, kVector>(p)) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         using word_t = typename vector::word_t;
         const T* const from = p + piece.position(k);
         read[k].word = piece.has(k) ? ptx::load_global(
@@ -88,7 +89,7 @@ template <typename T> struct held_t {
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         vector gathered = {typename vector::word_t()};
         if (piece.has(k)) {
 #pragma unroll
@@ -108,19 +109,19 @@ template <typename T> struct held_t {
 // The sum of a part, by one warp.
 __device__ __forceinline__ double sum_of(const piece_t& piece) {
   const unsigned long long policy = ptx::policy_evict_last();
-  const held_t<dy_t> g(piece.dy, piece, policy);
+  const on_chip_t<dy_t> g(piece.dy, piece, policy);
   sum_t sum;
   if constexpr (kLog) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum += to<double>(g.read[k].element[e]);
     }
     sum += to<double>(g.edge);
   } else {
-    const held_t<y_t> p(piece.y, piece, policy);
+    const on_chip_t<y_t> p(piece.y, piece, policy);
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         sum +=
@@ -167,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     const piece_t piece(y, dy, dx, layout, queue, place.part);
     if (place.is_written) {
       const unsigned long long policy = ptx::policy_evict_first();
-      const held_t<y_t> p(piece.y, piece, policy);
-      const held_t<dy_t> g(piece.dy, piece, policy);
+      const on_chip_t<y_t> p(piece.y, piece, policy);
+      const on_chip_t<dy_t> g(piece.dy, piece, policy);
       if (threadIdx.x == 0) {
         shared.c[turn] = board_t::read(board.of_row(piece.row));
       }
@@ -177,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
       const gradient_t gradient(shared.c[turn], layout);
       const bool in_vectors = is_aligned<out_t, kVector>(piece.dx);
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         acc_t result[kVector];
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {

@@ -6,13 +6,15 @@
 //            log_softmax   c = sum_i dy_i,      dx_i = scale (dy_i - exp(y_i) c),
 //                          and 0 where y_i is -inf (a masked element)
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
-// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements of y
-//            and of dy in registers and kParked x kVector in shared memory
+// Tiles      kColumns columns of one slab; a thread has kInRegisters x kVector elements
+// of y
+//            and of dy in registers and kInSmem x kVector in shared memory
 // Memory     y, dy and dx once, up to 16 bytes per access, lanes contiguous; shared:
 //            one number per warp and column; blocks exchange one number per column
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once;
 //            for 16 bits, float sums per thread, c as a float, the fast exponential
-// Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
+// Limits     columns of at most kCluster * kDeep * (kInRegisters + kInSmem) elements;
+// the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/backward_params.cuh"
@@ -96,23 +98,25 @@ __device__ __forceinline__ void sum_columns(shared_t& shared, meetings_t& meetin
   }
 }
 
-__device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y, rows_t<dy_t>& held_dy,
-                                            out_t* dx, const tile_t& tile,
-                                            shared_t& shared, meetings_t& meetings) {
+__device__ __forceinline__ void softmax_vjp(rows_t<y_t>& on_chip_y,
+                                            rows_t<dy_t>& on_chip_dy, out_t* dx,
+                                            const tile_t& tile, shared_t& shared,
+                                            meetings_t& meetings) {
   part_t part[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) part[j] = 0;
-  each_of_two(held_y, held_dy, [&](const auto& of_y, const auto& of_dy, int k, int) {
+  each_of_two(on_chip_y, on_chip_dy,
+              [&](const auto& of_y, const auto& of_dy, int k, int) {
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const part_t g = to<part_t>(of_dy.get(k, j));
-      part[j] += kLog ? g : to<part_t>(of_y.get(k, j)) * g;
-    }
-  });
+                for (int j = 0; j < kVector; ++j) {
+                  const part_t g = to<part_t>(of_dy.get(k, j));
+                  part[j] += kLog ? g : to<part_t>(of_y.get(k, j)) * g;
+                }
+              });
   double sum[kVector];
   sum_columns(shared, meetings, part, sum);
-  held_y.held.launder();
-  held_dy.held.launder();
+  on_chip_y.in_registers.launder();
+  on_chip_dy.in_registers.launder();
 
   // For 16-bit results, float has all the digits that c needs.
   acc_t c_high[kVector], c_low[kVector];
@@ -136,7 +140,8 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y, rows_t<dy_t>& h
   };
   tile.store_each(dx, kOut, [&](auto write) {
     each_of_two(
-        held_y, held_dy, [&](const auto& of_y, const auto& of_dy, int k, int row) {
+        on_chip_y, on_chip_dy,
+        [&](const auto& of_y, const auto& of_dy, int k, int row) {
           write(row, [&](int j) { return result(of_y.get(k, j), of_dy.get(k, j), j); });
         });
   });
@@ -159,13 +164,13 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    rows_t<y_t> held_y(parking);
-    rows_t<dy_t> held_dy(reinterpret_cast<char*>(parking) + rows_t<y_t>::kBytes);
-    tile.load(held_y, y, kY, y_t());
-    tile.load(held_dy, dy, kDy, dy_t());
+    rows_t<y_t> on_chip_y(parking);
+    rows_t<dy_t> on_chip_dy(reinterpret_cast<char*>(parking) + rows_t<y_t>::kBytes);
+    tile.load(on_chip_y, y, kY, y_t());
+    tile.load(on_chip_dy, dy, kDy, dy_t());
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
-    if (kParked > 0) wait_for_copies();
-    softmax_vjp(held_y, held_dy, dx, tile, shared, meetings);
+    if (kInSmem > 0) wait_for_copies();
+    softmax_vjp(on_chip_y, on_chip_dy, dx, tile, shared, meetings);
   }
 }

@@ -4,16 +4,17 @@
 // Algorithm  As softmax_vjp, on rows held in registers.
 // Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: a contiguous
 //            span of memory, whatever the length of a row
-// Tiles      the spans of y, dy and dx in shared memory; a row in kLanes threads, HELD
+// Tiles      the spans of y, dy and dx in shared memory; a row in kLanes threads,
+// IN_REGISTERS
 //            elements each
 // Memory     y, dy and dx once, in 16-byte vectors wherever the span starts
 // Numbers    as softmax_vjp_tiled
-// Limits     rows of at most kLanes * HELD elements, contiguous in y, dy and dx
+// Limits     rows of at most kLanes * IN_REGISTERS elements, contiguous in y, dy and dx
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/backward.cuh"
 
 // 8 blocks leave 64 registers per thread.
-constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 32 ? 8 : 5;
+constexpr int kMinBlocks = IN_REGISTERS * sizeof(acc_t) <= 32 ? 8 : 5;
 static_assert(OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
@@ -22,10 +23,10 @@ extern __shared__ uint4 memory[];
 // `left` elements from there on.
 __device__ __forceinline__ void vjp_row(const y_t* y, const dy_t* dy, out_t* dx,
                                         int left, const layout_t& layout) {
-  acc_t p[HELD], g[HELD];
+  acc_t p[IN_REGISTERS], g[IN_REGISTERS];
   sum_t sum;
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
+  for (int j = 0; j < IN_REGISTERS; ++j) {
     p[j] = g[j] = 0;
     if (has_element(j, left)) {
       p[j] = to<acc_t>(y[j * kLanes]);
@@ -35,7 +36,7 @@ __device__ __forceinline__ void vjp_row(const y_t* y, const dy_t* dy, out_t* dx,
   }
   const gradient_t gradient(warp_reduce<kLanes>(sum.value, plus_t()), layout);
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
+  for (int j = 0; j < IN_REGISTERS; ++j) {
     if (has_element(j, left)) dx[j * kLanes] = to<out_t>(gradient(p[j], g[j]));
   }
 }

@@ -7,13 +7,15 @@
 //            block computes m' and l' of its piece of a column; these are combined by
 //                m = max m',  l = sum l' exp(m' - m),  out_i = e_i exp(m' - m) / l
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
-// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements in
-//            registers and kParked x kVector in shared memory
+// Tiles      kColumns columns of one slab; a thread has kInRegisters x kVector elements
+// in
+//            registers and kInSmem x kVector in shared memory
 // Memory     x and out once, up to 16 bytes per access, lanes contiguous; shared: one
 //            number per warp and column; blocks exchange two numbers per column
 // Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
 //            for 16-bit results plain differences, the fast exponential, float sums
-// Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
+// Limits     columns of at most kCluster * kDeep * (kInRegisters + kInSmem) elements;
+// the last
 //            outer axis has stride 1 in x and out, and there is one reduced axis
 #include "softmax/detail/params.cuh"
 #include "softmax/detail/column_tile.cuh"
@@ -86,11 +88,11 @@ __device__ __forceinline__ finish_t finish_column(double shift, double l,
 
 using tile_t = place_t<layout_t, int>;
 
-struct held_t {
+struct on_chip_t {
   rows_t<x_t> value;
   unsigned long long selected;  // one bit per slot
 
-  __device__ __forceinline__ explicit held_t(void* memory) : value(memory) {}
+  __device__ __forceinline__ explicit on_chip_t(void* memory) : value(memory) {}
 
   __device__ __forceinline__ void load(const x_t* x, const bool* where,
                                        const tile_t& tile) {
@@ -349,12 +351,13 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
   }
 }
 
-__device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& tile,
-                                        shared_t& shared, meetings_t& meetings) {
+__device__ __forceinline__ void softmax(on_chip_t& in_registers, out_t* out,
+                                        const tile_t& tile, shared_t& shared,
+                                        meetings_t& meetings) {
   acc_t m[kVector];
-  held.largest(tile, m);
+  in_registers.largest(tile, m);
   join_max(shared, meetings, m);
-  held.value.held.launder();
+  in_registers.value.in_registers.launder();
 
   total_t sum[kVector];
   if constexpr (kInPowers) {
@@ -364,9 +367,9 @@ __device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& 
       all_in_powers = all_in_powers && power_t::takes(m[j]);
     }
     if (all_in_powers) {
-      held.sum(tile, [&](int j, score_t s) { return power_t(m[j])(s); }, sum);
+      in_registers.sum(tile, [&](int j, score_t s) { return power_t(m[j])(s); }, sum);
     } else {
-      held.sum(
+      in_registers.sum(
           tile,
           [&](int j, score_t s) {
             return power_t::takes(m[j]) ? power_t(m[j])(s) : natural_t(m[j])(s);
@@ -374,27 +377,28 @@ __device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& 
           sum);
     }
   } else {
-    held.sum(tile, [&](int j, score_t s) { return natural_t(m[j])(s); }, sum);
+    in_registers.sum(tile, [&](int j, score_t s) { return natural_t(m[j])(s); }, sum);
   }
 
   finish_t finish[kVector];
   finish_columns(shared, meetings, m, sum, finish, keys_t(tile.layout));
-  held.value.held.launder();
+  in_registers.value.in_registers.launder();
 
   const auto result = [&](const auto& slots, int k, int row, int j) {
     acc_t value;
     if constexpr (kLog) {
-      value = finish[j](held.score(tile, slots, k, row, j));
+      value = finish[j](in_registers.score(tile, slots, k, row, j));
     } else if (kKeepsExp) {
       value = to<acc_t>(slots.get(k, j)) * finish[j].inverse;
     } else {
-      value = natural_t(m[j])(held.score(tile, slots, k, row, j)) * finish[j].inverse;
+      value = natural_t(m[j])(in_registers.score(tile, slots, k, row, j)) *
+              finish[j].inverse;
     }
-    if (kHasWhere && !held.is_selected(tile, row, j)) value = unselected();
+    if (kHasWhere && !in_registers.is_selected(tile, row, j)) value = unselected();
     return to<out_t>(value);
   };
   tile.store_each(out, kOut, [&](auto write) {
-    held.value.each<false>([&](const auto& slots, int k, int row) {
+    in_registers.value.each<false>([&](const auto& slots, int k, int row) {
       write(row, [&](int j) { return result(slots, k, row, j); });
     });
   });
@@ -416,12 +420,12 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    held_t held(parking);
-    held.load(x, where, tile);
+    on_chip_t in_registers(parking);
+    in_registers.load(x, where, tile);
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
-    if (kParked > 0) wait_for_copies();
-    softmax(held, out, tile, shared, meetings);
+    if (kInSmem > 0) wait_for_copies();
+    softmax(in_registers, out, tile, shared, meetings);
     // No block may send its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();
   }

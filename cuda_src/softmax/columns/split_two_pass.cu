@@ -9,7 +9,8 @@
 //            sums of its tile and writes its piece: out_i = exp(s_i - m) / l
 //            (log_softmax: (s_i - m) - log l).
 // Grid       (tiles, pieces of a column)
-// Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
+// Tiles      kColumns columns of one slab; a thread reads kInRegisters x kVector
+// elements at a
 //            time and keeps a sum for each of its kVector columns
 // Memory     x twice, out once; up to 16 bytes per access, lanes contiguous; between
 //            the launches, two doubles per column and piece
@@ -51,14 +52,15 @@ template <typename Sum>
 __device__ __forceinline__ void add_all(Sum (&sum)[kVector], const x_t* x,
                                         const bool* where, const tile_t& tile) {
 #pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld) {
-    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+  for (int first = 0; first < tile.rows; first += kInRegisters) {
+    const int rows =
+        tile.rows - first < kInRegisters ? tile.rows - first : kInRegisters;
     const batch_t batch(x, where, tile, first, rows);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      score_t s[kHeld];
+      score_t s[kInRegisters];
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) s[k] = batch.score(k, j, tile);
+      for (int k = 0; k < kInRegisters; ++k) s[k] = batch.score(k, j, tile);
       take_scores(sum[j], s, keys_t(tile.layout));
     }
   }
@@ -154,7 +156,7 @@ __device__ __forceinline__ void write(const Finish (&finish)[kVector], const x_t
   // Last rows first: these are most likely still in cache.
 #pragma unroll 1
   for (int left = tile.rows; left > 0;) {
-    const int rows = left % kHeld ? left % kHeld : kHeld;
+    const int rows = left % kInRegisters ? left % kInRegisters : kInRegisters;
     left -= rows;
     const batch_t batch(x, where, tile, left, rows);
     tile.store_rows(out, kOut, left, rows, [&](int k, int j) {

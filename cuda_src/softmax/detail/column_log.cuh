@@ -23,8 +23,8 @@ struct plus_wide_t {
 
 // Accurate logs of the columns, for any values: the largest score plus log1p of all
 // other terms, which are never added to the 1 that would swallow them. read(take) calls
-// take(score) for all rows of this thread, kHeld at a time; combine(value, f) reduces a
-// number per column of each thread over the tile, for every thread.
+// take(score) for all rows of this thread, kInRegisters at a time; combine(value, f)
+// reduces a number per column of each thread over the tile, for every thread.
 template <typename Read, typename Combine>
 __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
                                              Combine combine) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
   }
   read([&](auto score_of) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         m[j].high = larger_finite_t()(m[j].high, score_of(k, j));
@@ -48,7 +48,7 @@ __device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
 #pragma unroll 1
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         const double score = score_of(k, j);
         if (score == m[j].high) {
           top[j].high += 1;

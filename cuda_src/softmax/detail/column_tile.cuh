@@ -4,18 +4,18 @@
 // A slab is what remains for one index of the outermost axes: row_length rows of
 // `inner` contiguous elements. A tile is kColumns adjacent columns of a slab. A group
 // of kSide * kDeep threads takes one tile: kSide threads side by side, each with
-// kVector columns of its own, and kDeep threads along the columns, each with kHeld
-// rows. A group is a part of a warp, a block, or a cluster of kCluster blocks, which
-// then divide the rows.
+// kVector columns of its own, and kDeep threads along the columns, each with
+// kInRegisters rows. A group is a part of a warp, a block, or a cluster of kCluster
+// blocks, which then divide the rows.
 //
 // Parameters VECTOR    adjacent columns per thread, read in one access
 //            SIDE      threads side by side
 //            DEEP      threads per block along a column
-//            HELD      rows per thread in registers
-//            PARKED    further rows per thread in shared memory; even, as HELD then is
-//            CLUSTER   blocks along a column (above 1: sm_90)
-//            RESIDENT  blocks per multiprocessor that registers must suffice for
-//            SPLITS    1 if the grid has a second axis of blocks along a column
+//            IN_REGISTERS      rows per thread in registers
+//            IN_SMEM    further rows per thread in shared memory; even, as IN_REGISTERS
+//            then is CLUSTER   blocks along a column (above 1: sm_90) RESIDENT  blocks
+//            per multiprocessor that registers must suffice for SPLITS    1 if the grid
+//            has a second axis of blocks along a column
 #pragma once
 
 #include "common/reduce.cuh"
@@ -28,15 +28,15 @@
 #include "softmax/detail/parking.cuh"
 #include "softmax/detail/sum.cuh"
 
-constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kHeld = HELD;
-constexpr int kParked = PARKED, kSlots = kHeld + kParked;
+constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kInRegisters = IN_REGISTERS;
+constexpr int kInSmem = IN_SMEM, kSlots = kInRegisters + kInSmem;
 constexpr int kCluster = CLUSTER;
 #ifndef SPLITS
 #define SPLITS 0
 #endif
 constexpr bool kSplits = SPLITS;
 static_assert(!kSplits || kCluster == 1);
-static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
+static_assert(kInSmem == 0 || (kInRegisters % 2 == 0 && kInSmem % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // per tile
 constexpr int kGroup = kSide * kDeep;
 
@@ -81,7 +81,7 @@ enum class thread_map { kVectors, kSingles };
 
 // A thread's elements of one array. Pairs of 16-bit numbers stay in the registers into
 // which they were loaded: twice as many fit, and they are unpacked when used.
-template <typename T, int kRows = kHeld,
+template <typename T, int kRows = kInRegisters,
           bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
 struct slots_t {
   vector_t<T, kVector> value[kRows];
@@ -146,33 +146,34 @@ template <typename T, int kRows> struct slots_t<T, kRows, true> {
   }
 };
 
-// All rows of a thread: the first kHeld in registers, the others in shared memory.
+// All rows of a thread: the first kInRegisters in registers, the others in shared
+// memory.
 template <typename T> struct rows_t {
-  slots_t<T> held;
-  vector_t<T, kVector>* parked;  // row kHeld + k at parked[k * kNumThreads]
+  slots_t<T> in_registers;
+  vector_t<T, kVector>* in_smem;  // row kInRegisters + k at in_smem[k * kNumThreads]
 
   // Bytes of shared memory per block for parked rows.
-  static constexpr int kBytes = kParked * kNumThreads * int(sizeof(T)) * kVector;
+  static constexpr int kBytes = kInSmem * kNumThreads * int(sizeof(T)) * kVector;
 
   __device__ __forceinline__ explicit rows_t(void* memory)
-      : parked(static_cast<vector_t<T, kVector>*>(memory) + threadIdx.x) {}
+      : in_smem(static_cast<vector_t<T, kVector>*>(memory) + threadIdx.x) {}
 
   // Calls f(slots, k, row) for each row of this thread, which is at k in slots.
   // Adjacent rows, the first of them even, have adjacent k. With kWrites, f may modify
   // the slots.
   template <bool kWrites, typename F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) f(held, k, k);
+    for (int k = 0; k < kInRegisters; ++k) f(in_registers, k, k);
 #pragma unroll 1
-    for (int k = 0; k < kParked; k += 2) {
+    for (int k = 0; k < kInSmem; k += 2) {
       slots_t<T, 2> pair;
-      pair.set(0, parked[k * kNumThreads]);
-      pair.set(1, parked[(k + 1) * kNumThreads]);
-      f(pair, 0, kHeld + k);
-      f(pair, 1, kHeld + k + 1);
+      pair.set(0, in_smem[k * kNumThreads]);
+      pair.set(1, in_smem[(k + 1) * kNumThreads]);
+      f(pair, 0, kInRegisters + k);
+      f(pair, 1, kInRegisters + k + 1);
       if constexpr (kWrites) {
-        parked[k * kNumThreads] = pair.get(0);
-        parked[(k + 1) * kNumThreads] = pair.get(1);
+        in_smem[k * kNumThreads] = pair.get(0);
+        in_smem[(k + 1) * kNumThreads] = pair.get(1);
       }
     }
   }
@@ -182,14 +183,14 @@ template <typename T> struct rows_t {
 template <typename A, typename B, typename F>
 __device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) f(a.held, b.held, k, k);
+  for (int k = 0; k < kInRegisters; ++k) f(a.in_registers, b.in_registers, k, k);
 #pragma unroll 2
-  for (int k = 0; k < kParked; ++k) {
+  for (int k = 0; k < kInSmem; ++k) {
     slots_t<A, 1> of_a;
     slots_t<B, 1> of_b;
-    of_a.set(0, a.parked[k * kNumThreads]);
-    of_b.set(0, b.parked[k * kNumThreads]);
-    f(of_a, of_b, 0, kHeld + k);
+    of_a.set(0, a.in_smem[k * kNumThreads]);
+    of_b.set(0, b.in_smem[k * kNumThreads]);
+    f(of_a, of_b, 0, kInRegisters + k);
   }
 }
 
@@ -293,7 +294,7 @@ template <typename Layout, typename Row> struct place_t {
   // Which elements of kRows of this thread's rows, from number `first` on, exist and
   // are selected by the mask, if there is one: bit k * kVector + j. `rows` rows are
   // left; `where` is at the first row of the thread.
-  template <bool kMasked, int kRows = kHeld>
+  template <bool kMasked, int kRows = kInRegisters>
   __device__ __forceinline__ unsigned long long selected(const bool* where, int array,
                                                          int first, int rows) const {
     static_assert(kRows * kVector <= 64, "a bit an element");
@@ -328,39 +329,40 @@ template <typename Layout, typename Row> struct place_t {
       const long long step = this->step(array);
       p += offset(0);
 #pragma unroll
-      for (int k = 0; k < kParked; ++k) {
-        copy_vector(&to.parked[k * kNumThreads], p + (kHeld + k) * step);
+      for (int k = 0; k < kInSmem; ++k) {
+        copy_vector(&to.in_smem[k * kNumThreads], p + (kInRegisters + k) * step);
       }
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        to.held.set(k, load_vector<kVector>(p + k * step));
+      for (int k = 0; k < kInRegisters; ++k) {
+        to.in_registers.set(k, load_vector<kVector>(p + k * step));
       }
       return;
     }
     park(to, p, array, absent);
-    to.held.fill(absent);
-    load_rows(to.held, p, array, 0, rows < kHeld ? rows : kHeld);
+    to.in_registers.fill(absent);
+    load_rows(to.in_registers, p, array, 0, rows < kInRegisters ? rows : kInRegisters);
   }
 
   // Loads `rows` rows of this thread, from row number `first` on; p is at the first.
   template <typename T>
-  __device__ __forceinline__ void load_rows(slots_t<T>& held, const T* p, int array,
-                                            int first, int rows) const {
+  __device__ __forceinline__ void load_rows(slots_t<T>& in_registers, const T* p,
+                                            int array, int first, int rows) const {
     const long long step = this->step(array);
     p += first * step;
     if (how == thread_map::kVectors) {
       if (offset(0) >= columns) return;
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        if (k < rows) held.set(k, load_vector<kVector>(p + offset(0) + k * step));
+      for (int k = 0; k < kInRegisters; ++k) {
+        if (k < rows)
+          in_registers.set(k, load_vector<kVector>(p + offset(0) + k * step));
       }
     } else {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = offset(j);
-          if (k < rows && i < columns) held.set(k, j, p[i + k * step]);
+          if (k < rows && i < columns) in_registers.set(k, j, p[i + k * step]);
         }
         // Limits loads in flight, and registers.
         if (sizeof(T) < 4) ptx::compiler_fence();
@@ -383,7 +385,7 @@ template <typename Layout, typename Row> struct place_t {
                                              Value value) const {
     store_from(p + first * step(array), array, rows, [&](auto write) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         write(k, [&](int j) { return value(k, j); });
       }
     });
@@ -416,15 +418,15 @@ template <typename Layout, typename Row> struct place_t {
     }
   }
 
-  // Parks the rows after the first kHeld; p is at the first.
+  // Writes the rows after the first kInRegisters to shared memory; p is at the first.
   template <typename T>
   __device__ __forceinline__ void park(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
     const long long step = this->step(array);
 #pragma unroll 1
-    for (int k = 0; k < kParked; ++k) {
-      const int row = kHeld + k;
-      vector_t<T, kVector>& home = to.parked[k * kNumThreads];
+    for (int k = 0; k < kInSmem; ++k) {
+      const int row = kInRegisters + k;
+      vector_t<T, kVector>& home = to.in_smem[k * kNumThreads];
       if (how == thread_map::kVectors && row < rows && offset(0) < columns) {
         copy_vector(&home, p + offset(0) + row * step);
       } else {

@@ -4,10 +4,10 @@
 
 #include "softmax/detail/params.cuh"
 
-#ifdef PARKED
-constexpr bool kParks = PARKED > 0;
+#ifdef IN_SMEM
+constexpr bool kUsesSmem = IN_SMEM > 0;
 #else
-constexpr bool kParks = false;
+constexpr bool kUsesSmem = false;
 #endif
 
 // How the exponentials of a row are computed: kOfScore as in score_t; kByTable for
@@ -15,7 +15,7 @@ constexpr bool kParks = false;
 // where exp() takes 35 (log_softmax has registers for it only with parked elements);
 // kOfFloats in 18 instructions where exp() of an exact difference takes 25.
 enum class exps { kOfScore, kByTable, kOfFloats };
-constexpr bool kHasTable = kSame<x_t, double> && !kHasWhere && (!kLog || kParks);
+constexpr bool kHasTable = kSame<x_t, double> && !kHasWhere && (!kLog || kUsesSmem);
 constexpr exps kExps = kSame<acc_t, float>
                            ? (kCoarse ? exps::kOfScore : exps::kOfFloats)
                            : (kHasTable ? exps::kByTable : exps::kOfScore);

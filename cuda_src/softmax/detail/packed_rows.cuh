@@ -2,7 +2,7 @@
 // Spans of memory that hold many short contiguous rows.
 //
 // Parameters SPAN_ROWS   rows per block at a time
-//            HELD        elements of a row per thread
+//            IN_REGISTERS        elements of a row per thread
 //            APART       distance between the rows of a warp
 #pragma once
 
@@ -18,7 +18,8 @@ static_assert(kLanes <= kWarpSize);
 // Bytes of shared memory for the rows: one more vector for the phase at the start, and
 // one to round up the end.
 template <typename T>
-constexpr int kSpanBytes = kSpanRows * kLanes * HELD * int(sizeof(T)) / 16 * 16 + 32;
+constexpr int kSpanBytes =
+    kSpanRows * kLanes * IN_REGISTERS * int(sizeof(T)) / 16 * 16 + 32;
 
 // A span in shared memory, with the alignment phase that it has in global memory:
 // aligned vectors there are aligned vectors here.
@@ -71,5 +72,5 @@ __device__ __forceinline__ int row_of_group() {
 // Whether a lane has an element j, with `left` elements of the row from its first on:
 // it has every kLanes-th, and all lanes have all but the last.
 __device__ __forceinline__ bool has_element(int j, int left) {
-  return j + 1 < HELD || j * kLanes < left;
+  return j + 1 < IN_REGISTERS || j * kLanes < left;
 }

@@ -2,15 +2,15 @@
 // A row held on chip by its threads, and their reductions.
 //
 // A row is cut into vectors of kVector elements, which are aligned in the result and
-// distributed cyclically over the threads. A thread holds kHeld of its vectors in
-// registers and parks kParked more in shared memory, where no other thread touches
+// distributed cyclically over the threads. A thread holds kInRegisters of its vectors
+// in registers and parks kInSmem more in shared memory, where no other thread touches
 // them. The elements before the first whole vector and after the last are the edges of
 // the row; the first threads hold one each. If neighbours in the row are not contiguous
 // in memory, the elements are distributed one by one and there are no edges.
 //
 // Parameters CLUSTER     blocks that share a row; more than 1 needs sm_90
-//            HELD        elements per thread in registers
-//            PARKED      further elements per thread in shared memory
+//            IN_REGISTERS        elements per thread in registers
+//            IN_SMEM      further elements per thread in shared memory
 //            CONTIGUOUS  1 if rows are contiguous in every array; rows over several
 //                        axes, if they are whole vectors that are aligned in all
 //            SHIFTS      1 if there is shared memory for 16-bit rows that are not
@@ -44,9 +44,10 @@ __device__ __forceinline__ int lane_of_row() {
 
 // Which elements of its row a thread has, in vectors of kVector.
 template <int kVector> struct thread_map_t {
-  static constexpr int kHeld = HELD / kVector, kParked = PARKED / kVector;
-  static constexpr int kSlots = kHeld + kParked;
-  static_assert(HELD % kVector == 0 && PARKED % kVector == 0, "whole vectors");
+  static constexpr int kInRegisters = IN_REGISTERS / kVector,
+                       kInSmem = IN_SMEM / kVector;
+  static constexpr int kSlots = kInRegisters + kInSmem;
+  static_assert(IN_REGISTERS % kVector == 0 && IN_SMEM % kVector == 0, "whole vectors");
   static constexpr int kStride = kThreadsOfRow * kVector;  // from slot to slot
   // Up to kVector - 1 elements at either end.
   static constexpr int kEdges =
@@ -137,24 +138,25 @@ constexpr bool kShifts = kContiguous && sizeof(T) == 2 && kVector == 8 && SHIFTS
 // Bytes of shared memory per block for rows of T.
 template <typename T, int kVector>
 constexpr int kSharedBytes =
-    kShifts<T, kVector> ? HELD / kVector * (kLanes + 1) * kRowsPerBlock * 16
-                        : PARKED * int(sizeof(T)) * kNumThreads;
+    kShifts<T, kVector> ? IN_REGISTERS / kVector * (kLanes + 1) * kRowsPerBlock * 16
+                        : IN_SMEM * int(sizeof(T)) * kNumThreads;
 
 // The part of a row that one thread holds.
-template <typename T, int kVector> struct held_t {
+template <typename T, int kVector> struct on_chip_t {
   using map_t = thread_map_t<kVector>;
   using vector = vector_t<T, kVector>;
-  static constexpr int kHeldSlots = map_t::kHeld > 0 ? map_t::kHeld : 1;
+  static constexpr int kRegisterSlots =
+      map_t::kInRegisters > 0 ? map_t::kInRegisters : 1;
   static constexpr int kEdgeSlots = map_t::kEdges > 0 ? map_t::kEdges : 1;
 
-  vector slot[kHeldSlots];
+  vector slot[kRegisterSlots];
   T edge[kEdgeSlots];
   vector* memory;
-  vector* parked;  // slot v at parked[(v - kHeld) * kNumThreads]
+  vector* in_smem;  // slot v at in_smem[(v - kInRegisters) * kNumThreads]
 
   // `memory` is shared memory of kSharedBytes.
-  __device__ __forceinline__ held_t(void* memory)
-      : memory(static_cast<vector*>(memory)), parked(this->memory + threadIdx.x) {}
+  __device__ __forceinline__ on_chip_t(void* memory)
+      : memory(static_cast<vector*>(memory)), in_smem(this->memory + threadIdx.x) {}
 
   // Starts to load; slots beyond the row become `pad`. address(i) is that of element i.
   template <typename Address>
@@ -166,10 +168,10 @@ template <typename T, int kVector> struct held_t {
     // All loads are issued before the first is waited for.
     if (in_vectors) {
 #pragma unroll
-      for (int v = map_t::kHeld; v < map_t::kSlots; ++v)
+      for (int v = map_t::kInRegisters; v < map_t::kSlots; ++v)
         park_vector(d, address, pad, v);
 #pragma unroll
-      for (int v = 0; v < map_t::kHeld; ++v) {
+      for (int v = 0; v < map_t::kInRegisters; ++v) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) slot[v].element[k] = pad;
         if (d.has(v, 0)) slot[v] = load_vector<kVector>(d.slot(address, v));
@@ -178,10 +180,11 @@ template <typename T, int kVector> struct held_t {
       load_shifted(d, address, pad);
     } else {
 #pragma unroll
-      for (int v = 0; v < map_t::kHeld; ++v) slot[v] = gather(d, address, pad, v);
+      for (int v = 0; v < map_t::kInRegisters; ++v)
+        slot[v] = gather(d, address, pad, v);
 #pragma unroll 1
-      for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
-        parked[(v - map_t::kHeld) * kNumThreads] = gather(d, address, pad, v);
+      for (int v = map_t::kInRegisters; v < map_t::kSlots; ++v) {
+        in_smem[(v - map_t::kInRegisters) * kNumThreads] = gather(d, address, pad, v);
       }
     }
     // Some rows of a warp may have edges.
@@ -206,10 +209,10 @@ template <typename T, int kVector> struct held_t {
       }
     };
 #pragma unroll
-    for (int v = 0; v < map_t::kHeld; ++v) visit(slot[v], v);
+    for (int v = 0; v < map_t::kInRegisters; ++v) visit(slot[v], v);
 #pragma unroll kUnroll
-    for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
-      vector& home = parked[(v - map_t::kHeld) * kNumThreads];
+    for (int v = map_t::kInRegisters; v < map_t::kSlots; ++v) {
+      vector& home = in_smem[(v - map_t::kInRegisters) * kNumThreads];
       vector copy = home;
       visit(copy, v);
       if (kWrites) home = copy;
@@ -230,11 +233,11 @@ template <typename T, int kVector> struct held_t {
   __device__ __forceinline__ acc_t largest(const map_t& d, Larger larger) const {
     acc_t largest = -infinity<acc_t>();
 #if __CUDA_ARCH__ >= 800
-    vector m = map_t::kHeld > 0 ? slot[0] : parked[0];
+    vector m = map_t::kInRegisters > 0 ? slot[0] : in_smem[0];
 #pragma unroll
-    for (int v = 1; v < map_t::kHeld; ++v) m = larger_of(m, slot[v]);
+    for (int v = 1; v < map_t::kInRegisters; ++v) m = larger_of(m, slot[v]);
 #pragma unroll 2
-    for (int v = 0; v < map_t::kParked; ++v) m = larger_of(m, parked[v * kNumThreads]);
+    for (int v = 0; v < map_t::kInSmem; ++v) m = larger_of(m, in_smem[v * kNumThreads]);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       largest = larger(largest, to<acc_t>(m.element[k]));
@@ -250,7 +253,7 @@ template <typename T, int kVector> struct held_t {
   }
 
   __device__ __forceinline__ void launder() {
-    if constexpr (map_t::kHeld > 0) keep_narrow(slot);
+    if constexpr (map_t::kInRegisters > 0) keep_narrow(slot);
   }
 
   // Stores f(element, whether it belongs to the row, slot * kVector + k) for all,
@@ -258,12 +261,12 @@ template <typename T, int kVector> struct held_t {
   template <typename Out, int kUnroll = 2, typename Address, typename F>
   __device__ __forceinline__ void store(const map_t& d, Address address, F f) {
 #pragma unroll
-    for (int v = 0; v < map_t::kHeld; ++v) {
+    for (int v = 0; v < map_t::kInRegisters; ++v) {
       write<Out>(d, address, f, v, slot[v]);
     }
 #pragma unroll kUnroll
-    for (int v = map_t::kHeld; v < map_t::kSlots; ++v) {
-      write<Out>(d, address, f, v, parked[(v - map_t::kHeld) * kNumThreads]);
+    for (int v = map_t::kInRegisters; v < map_t::kSlots; ++v) {
+      write<Out>(d, address, f, v, in_smem[(v - map_t::kInRegisters) * kNumThreads]);
     }
     if (d.has_edges()) {
 #pragma unroll
@@ -291,7 +294,7 @@ template <typename T, int kVector> struct held_t {
   template <typename Address>
   __device__ __forceinline__ void park_vector(const map_t& d, Address address, T pad,
                                               int v) {
-    vector& home = parked[(v - map_t::kHeld) * kNumThreads];
+    vector& home = in_smem[(v - map_t::kInRegisters) * kNumThreads];
     if (d.has(v, 0)) {
       copy_vector(&home, d.slot(address, v));
     } else {
@@ -306,12 +309,12 @@ template <typename T, int kVector> struct held_t {
   __device__ __forceinline__ void load_shifted(const map_t& d, Address address, T pad) {
     constexpr int kWindow = kLanes + 1;  // one vector more than there are threads
     vector* const windows =
-        memory + threadIdx.x / kLanes * (map_t::kHeld * kWindow);  // of this row
+        memory + threadIdx.x / kLanes * (map_t::kInRegisters * kWindow);  // of this row
     const auto start = reinterpret_cast<unsigned long long>(address(d.position(0, 0)));
     const int shift = int(start / sizeof(T) % kVector);
     sync_row();  // all threads have read the previous row
 #pragma unroll
-    for (int v = 0; v < map_t::kHeld; ++v) {
+    for (int v = 0; v < map_t::kInRegisters; ++v) {
       const int first = d.position(v, 0) - shift;
       vector* const window = windows + v * kWindow + lane();
       bring(d, address, first, window);
@@ -320,7 +323,7 @@ template <typename T, int kVector> struct held_t {
     wait_for_copies();
     sync_row();
 #pragma unroll
-    for (int v = 0; v < map_t::kHeld; ++v) {
+    for (int v = 0; v < map_t::kInRegisters; ++v) {
       // Five words, the first of which may start one element early.
       const auto words =
           reinterpret_cast<const unsigned*>(windows + v * kWindow + lane()) + shift / 2;
@@ -369,19 +372,19 @@ template <typename T, int kVector> struct held_t {
 // Calls f(a, b) for the elements of two rows with the same distribution.
 template <int kVector, typename A, typename B, typename F>
 __device__ __forceinline__ void each_pair(const thread_map_t<kVector>& d,
-                                          held_t<A, kVector>& a, held_t<B, kVector>& b,
-                                          F f) {
+                                          on_chip_t<A, kVector>& a,
+                                          on_chip_t<B, kVector>& b, F f) {
   using map_t = thread_map_t<kVector>;
 #pragma unroll
-  for (int v = 0; v < map_t::kHeld; ++v) {
+  for (int v = 0; v < map_t::kInRegisters; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k)
       f(element_as<acc_t>(a.slot[v], k), element_as<acc_t>(b.slot[v], k));
   }
 #pragma unroll 2
-  for (int v = 0; v < map_t::kParked; ++v) {
-    const auto a_copy = a.parked[v * kNumThreads];
-    const auto b_copy = b.parked[v * kNumThreads];
+  for (int v = 0; v < map_t::kInSmem; ++v) {
+    const auto a_copy = a.in_smem[v * kNumThreads];
+    const auto b_copy = b.in_smem[v * kNumThreads];
 #pragma unroll
     for (int k = 0; k < kVector; ++k)
       f(element_as<acc_t>(a_copy, k), element_as<acc_t>(b_copy, k));
@@ -397,8 +400,9 @@ __device__ __forceinline__ void each_pair(const thread_map_t<kVector>& d,
 template <typename Out, int kVector, typename A, typename B, typename Address,
           typename F>
 __device__ __forceinline__ void store_pair(const thread_map_t<kVector>& d,
-                                           held_t<A, kVector>& a, held_t<B, kVector>& b,
-                                           Address address, F f) {
+                                           on_chip_t<A, kVector>& a,
+                                           on_chip_t<B, kVector>& b, Address address,
+                                           F f) {
   using map_t = thread_map_t<kVector>;
   const auto write = [&](int v, const vector_t<A, kVector>& x,
                          const vector_t<B, kVector>& y) {
@@ -409,12 +413,13 @@ __device__ __forceinline__ void store_pair(const thread_map_t<kVector>& d,
     store_slot(d, address, v, to_vector<Out, kVector>::of(result));
   };
 #pragma unroll
-  for (int v = 0; v < map_t::kHeld; ++v) {
+  for (int v = 0; v < map_t::kInRegisters; ++v) {
     write(v, a.slot[v], b.slot[v]);
   }
 #pragma unroll 2
-  for (int v = 0; v < map_t::kParked; ++v) {
-    write(v + map_t::kHeld, a.parked[v * kNumThreads], b.parked[v * kNumThreads]);
+  for (int v = 0; v < map_t::kInSmem; ++v) {
+    write(v + map_t::kInRegisters, a.in_smem[v * kNumThreads],
+          b.in_smem[v * kNumThreads]);
   }
   if (d.has_edges()) {
 #pragma unroll

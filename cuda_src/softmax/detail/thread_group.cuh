@@ -57,12 +57,13 @@ template <typename Layout> struct row_of_group_t {
 // Keeps only narrow elements in registers, and not also what was computed from them,
 // which would take too many.
 template <typename T, int kVector, int kCount>
-__device__ __forceinline__ void keep_narrow(vector_t<T, kVector> (&held)[kCount]) {
+__device__ __forceinline__ void keep_narrow(
+    vector_t<T, kVector> (&in_registers)[kCount]) {
   constexpr int kBytes = sizeof(T) * kVector;
   if constexpr (sizeof(T) < sizeof(acc_t) && kBytes >= 4) {
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
-      unsigned* const words = reinterpret_cast<unsigned*>(&held[v]);
+      unsigned* const words = reinterpret_cast<unsigned*>(&in_registers[v]);
 #pragma unroll
       for (int i = 0; i < kBytes / 4; ++i) ptx::launder(words[i]);
     }

@@ -6,7 +6,7 @@
 // position, so blocks need not all be resident; and what is written was read so
 // recently that it is still in the L2 cache.
 //
-// Parameters HELD     vectors per thread: a part has LANES times as many
+// Parameters IN_REGISTERS     vectors per thread: a part has LANES times as many
 //            MARGIN   as above
 #pragma once
 
@@ -16,9 +16,9 @@
 #include "softmax/detail/published.cuh"
 #include "softmax/detail/thread_group.cuh"
 
-constexpr int kHeld = HELD, kMargin = MARGIN;
+constexpr int kInRegisters = IN_REGISTERS, kMargin = MARGIN;
 constexpr int kWarps = kLanes / kWarpSize;
-constexpr int kPart = kLanes * kHeld;  // vectors per part
+constexpr int kPart = kLanes * kInRegisters;  // vectors per part
 
 struct tile_queue_t {
   unsigned parts;  // per row

@@ -6,14 +6,16 @@
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
 //            kCluster blocks take one
-// Tiles      a row; each of its kCluster * kLanes threads holds HELD elements in
-//            registers and PARKED in shared memory (softmax/detail/row_tile.cuh)
+// Tiles      a row; each of its kCluster * kLanes threads holds IN_REGISTERS elements
+// in
+//            registers and IN_SMEM in shared memory (softmax/detail/row_tile.cuh)
 // Memory     x and out once; 16 bytes per access where a row is contiguous, for any
 //            length and alignment; blocks exchange only maxima and sums
 // Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
 //            twice the digits), rounded once; for 16-bit results plain differences and
 //            the fast exponential
-// Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
+// Limits     rows of at most kCluster * kLanes * (IN_REGISTERS + IN_SMEM) elements; any
+// strides
 #include "softmax/detail/row_tile.cuh"
 #include "softmax/detail/exp_policy.cuh"
 #include "softmax/detail/row.cuh"
@@ -43,11 +45,11 @@ struct marks_t {
   }
 };
 // The bits stay in registers if all indices are constants.
-constexpr int kUnrollParked = kHasWhere ? 64 : 2;
+constexpr int kUnrollSmem = kHasWhere ? 64 : 2;
 // With 2, variants limited to 64 registers would spill; those with more have few
 // threads.
 constexpr int kUnrollTable = kNumThreads * kMinBlocks > 768 ? 1 : 2;
-constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollParked;
+constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollSmem;
 
 // The element whose score is -inf.
 __device__ __forceinline__ x_t pad_of(const layout_t& layout) {
@@ -72,11 +74,11 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBloc
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
-  held_t<x_t, kVector> held(parking);
+  on_chip_t<x_t, kVector> in_registers(parking);
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(x, where, out, layout, at);
     const row_map_t map(row.out, row.length);
-    held.load(map, address_in(row, row.x, kX), pad_of(layout));
+    in_registers.load(map, address_in(row, row.x, kX), pad_of(layout));
     marks_t marks;
     if constexpr (kHasWhere) {
 #pragma unroll
@@ -102,24 +104,25 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBloc
     };
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
-    if (PARKED > 0) wait_for_copies();
+    if (IN_SMEM > 0) wait_for_copies();
 
     acc_t m = -infinity<acc_t>();
     if constexpr (kPads && !kScaled && kMaxInPairs<x_t, kVector>) {
-      m = held.largest(map, largest_t());
+      m = in_registers.largest(map, largest_t());
     } else {
-      held.each<false, kUnrollParked>(map, [&](acc_t element, bool is_in_row, int j) {
-        m = largest_t()(m, score(element, is_in_row, j).key);
-        return element;
-      });
+      in_registers.each<false, kUnrollSmem>(
+          map, [&](acc_t element, bool is_in_row, int j) {
+            m = largest_t()(m, score(element, is_in_row, j).key);
+            return element;
+          });
     }
     const acc_t largest = combine_max(m, -infinity<acc_t>(), largest_t());
     m = shift_by(largest);
-    held.launder();
+    in_registers.launder();
 
     const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
     part_t sum = exp_of_row.none();
-    held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
+    in_registers.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
         map, [&](acc_t element, bool is_in_row, int j) {
           const acc_t e = exp_of_row(score(element, is_in_row, j));
           exp_of_row.add(sum, e);
@@ -127,7 +130,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBloc
         });
     sum = exp_of_row.sum_of(sum);
     const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
-    held.launder();
+    in_registers.launder();
 
     const finish_t finish(m, l);
     const auto result = [&](acc_t element, bool is_in_row, int j) {
@@ -136,6 +139,6 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, kMinBloc
       const score_t s = score(element, is_in_row, j);
       return kLog ? finish(s) : exp_of_row(s) * finish.inverse;
     };
-    held.store<out_t, kUnrollParked>(map, address_in(row, row.out, kOut), result);
+    in_registers.store<out_t, kUnrollSmem>(map, address_in(row, row.out, kOut), result);
   }
 }

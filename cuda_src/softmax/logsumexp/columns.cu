@@ -5,7 +5,8 @@
 //            log. If that would lose digits (results near 0, scores beyond 2^20), the
 //            tile is read again:  out = max + log1p(sum of the others).
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
-// Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
+// Tiles      kColumns columns of one slab; a thread reads kInRegisters x kVector
+// elements at a
 //            time and keeps one sum for each of its kVector columns
 // Memory     a once, up to 16 bytes per access, lanes contiguous; one number per column
 //            is written; shared: one sum per warp and column
@@ -35,7 +36,7 @@ struct batch_t {
     if (kHasWhere) {
       const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = tile.offset(j);
@@ -53,7 +54,7 @@ struct batch_t {
     return takes_part ? to<T>(value.get(k, j)) : -infinity<T>();
   }
 };
-static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
+static_assert(!kHasWhere || kInRegisters * kVector <= 64, "a bit an element");
 
 // Calls take(batch, rows) for all rows of this thread.
 template <typename Take>
@@ -61,8 +62,9 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
                                              const tile_t& tile, Take take) {
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-  for (int first = 0; first < tile.rows; first += kHeld) {
-    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+  for (int first = 0; first < tile.rows; first += kInRegisters) {
+    const int rows =
+        tile.rows - first < kInRegisters ? tile.rows - first : kInRegisters;
     batch_t batch;
     batch.load(a, where, tile, first, rows);
     take(batch, rows);
@@ -152,8 +154,8 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const auto score = [&](int k) { return batch.score<acc_t>(k, j, rows); };
-        sum[j].see(total_t::largest<kHeld>(score));
-        sum[j].add<kHeld>(score);
+        sum[j].see(total_t::largest<kInRegisters>(score));
+        sum[j].add<kInRegisters>(score);
       }
     });
     join_columns(shared, sum);

@@ -9,7 +9,8 @@
 //            share of the rows of all tiles, in sequence.
 //            softmax_logsumexp_shares_merge adds their sums: one warp per tile of few
 //            parts or, if a group is a block, one block per tile.
-// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and as
+// Tiles      kColumns columns of one slab; a thread has kInRegisters x kVector elements
+// and as
 //            many loading, and keeps a sum for each of its kVector columns
 // Memory     a once, 16 bytes per access, lanes contiguous; a sum per column and warp
 //            between the launches; one number per column is written
@@ -59,12 +60,12 @@ struct ring_t {
   using element_t = vector_t<a_t, kVector>;
   element_t* mine;
 
-  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
+  static constexpr int kBytes = 2 * kInRegisters * kNumThreads * int(sizeof(element_t));
   __device__ __forceinline__ ring_t()
       : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
 
   __device__ __forceinline__ element_t& at(int half, int k) const {
-    return mine[(half * kHeld + k) * kNumThreads];
+    return mine[(half * kInRegisters + k) * kNumThreads];
   }
   // Starts to load rows of this thread from number `first` on, with `rows` left; `a` is
   // at their start.
@@ -74,12 +75,12 @@ struct ring_t {
     a += first * step + tile.offset(0);
     const bool takes_vector =
         tile.how == thread_map::kVectors && tile.offset(0) < tile.columns;
-    if (takes_vector && rows >= kHeld) {
+    if (takes_vector && rows >= kInRegisters) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
+      for (int k = 0; k < kInRegisters; ++k) copy_vector(&at(half, k), a + k * step);
     } else {
 #pragma unroll 1
-      for (int k = 0; k < kHeld; ++k, a += step) {
+      for (int k = 0; k < kInRegisters; ++k, a += step) {
         if (takes_vector && k < rows) {
           copy_vector(&at(half, k), a);
           continue;
@@ -131,7 +132,7 @@ struct batch_t {
       for (int j = 0; j < kVector; ++j) {
         m[j] = score<acc_t>(0, j);
 #pragma unroll
-        for (int k = 1; k < kHeld; ++k) {
+        for (int k = 1; k < kInRegisters; ++k) {
           m[j] = detail::largest_nan(m[j], score<acc_t>(k, j));
         }
       }
@@ -149,7 +150,7 @@ struct batch_t {
   template <typename Vector>
   __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
+    for (int k = 1; k < kInRegisters; ++k) m = larger_of(m, ring.at(half, k));
     return m;
   }
   static __device__ __forceinline__ void make_room(sums_t (&sum)[kVector],
@@ -170,7 +171,7 @@ struct batch_t {
       ptx::compiler_fence();
       float part[kVector] = {};
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) part[j] += sum[j].term(score<acc_t>(k, j));
       }
@@ -179,7 +180,7 @@ struct batch_t {
     } else {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        sum[j].template add<kHeld>([&](int k) { return score<acc_t>(k, j); });
+        sum[j].template add<kInRegisters>([&](int k) { return score<acc_t>(k, j); });
       }
     }
   }
@@ -195,8 +196,9 @@ __device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
   ring.load(0, a, tile, 0, tile.rows);
   int half = 0;
 #pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
-    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
+  for (int first = 0; first < tile.rows; first += kInRegisters, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kInRegisters,
+              tile.rows - first - kInRegisters);
     ring.wait();
     batch_t batch = {ring, half};
     if constexpr (kTracks) {

@@ -9,22 +9,22 @@
 // Tiles      the span in shared memory; one row per thread
 // Memory     a once, in 16-byte vectors wherever the span starts; one number per row
 // Numbers    as softmax_logsumexp_rows
-// Limits     contiguous rows of HELD elements; no weights, no mask
+// Limits     contiguous rows of IN_REGISTERS elements; no weights, no mask
 #include "softmax/detail/row_log.cuh"
 #include "softmax/detail/packed_rows.cuh"
 
-constexpr int kLength = HELD;  // of a row
+constexpr int kLength = IN_REGISTERS;  // of a row
 static_assert(kLanes == 1 && OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
 
 // The sum of this thread's row; called by all lanes of a warp.
 __device__ __forceinline__ total_t sum_of(const a_t* a, const roots_t<acc_t>& roots) {
-  acc_t value[HELD];
+  acc_t value[IN_REGISTERS];
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) value[j] = to<acc_t>(a[j]);
+  for (int j = 0; j < IN_REGISTERS; ++j) value[j] = to<acc_t>(a[j]);
   total_t sum;
-  sum.template take_in<HELD, 1>([&](int j) { return value[j]; }, roots);
+  sum.template take_in<IN_REGISTERS, 1>([&](int j) { return value[j]; }, roots);
   return sum;
 }
 

@@ -8,9 +8,10 @@
 //            until none are left. If there are few long rows,
 //            softmax_logsumexp_rows_parts sums kParts parts of each row, one per block,
 //            and softmax_logsumexp_rows_merge adds them.
-// Tiles      a lane has kHeld elements of each of kSets rows in registers; if SETS is
-//            0, it loops over a row of any length, kHeld elements at a time. The next
-//            ones, also those of the next row, load meanwhile.
+// Tiles      a lane has kInRegisters elements of each of kSets rows in registers; if
+// SETS is
+//            0, it loops over a row of any length, kInRegisters elements at a time. The
+//            next ones, also those of the next row, load meanwhile.
 // Memory     a once, one number per row is written; 16 bytes per access. Short
 //            unaligned contiguous rows go through shared memory, or are read element by
 //            element; the ends of longer ones are read one by one.
@@ -19,18 +20,18 @@
 //            fast exponential and a float log
 // Limits     no weights, no mask; rows of at least 2 elements
 //
-// Parameters HELD, SETS, PARTS   as above
+// Parameters IN_REGISTERS, SETS, PARTS   as above
 //            MIN_BLOCKS          blocks per multiprocessor, by registers
 #include "softmax/detail/aligned_span.cuh"
 #include "softmax/detail/row_log.cuh"
 
-constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
+constexpr int kInRegisters = IN_REGISTERS, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
 constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kVector = 16 / sizeof(a_t);  // elements per vector access
-constexpr int kNumVectors = kHeld / kVector;
+constexpr int kNumVectors = kInRegisters / kVector;
 constexpr bool kHolds = SETS > 0;  // whole rows; otherwise lanes loop over a row
 constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;
-static_assert(kHeld % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
+static_assert(kInRegisters % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
 
 // --- quick sums ----------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void take_in_quickly(total_t& sum, Score score) {
 
 // A lane's elements of a row, as they were read: in whole vectors or, interleaved over
 // the lanes one by one, in the same slots. Slots beyond the row hold -inf.
-struct held_t {
+struct on_chip_t {
   vector_t<a_t, kVector> read[kNumVectors];
 
   __device__ __forceinline__ void clear(int v) {
@@ -113,7 +114,7 @@ struct held_t {
   // Loads the first of `length` elements; also from shared memory.
   __device__ __forceinline__ void load_singles(const a_t* a, int length) {
 #pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
+    for (int j = 0; j < kInRegisters; ++j) {
       const int i = j * kLanes + lane();
       read[j / kVector].element[j % kVector] =
           i < length ? a[i] : to<a_t>(-infinity<acc_t>());
@@ -129,9 +130,9 @@ struct held_t {
                                          const roots_t<acc_t>& roots) const {
     const auto of = [&](int j) { return score(j); };
     if constexpr (kQuickly) {
-      take_in_quickly<kHeld, kTogether>(sum, of);
+      take_in_quickly<kInRegisters, kTogether>(sum, of);
     } else {
-      sum.take_in<kHeld, kTogether>(of, roots);
+      sum.take_in<kInRegisters, kTogether>(of, roots);
     }
   }
 };
@@ -153,11 +154,11 @@ struct piece_t {
 
 // What a lane is loading: the next vectors of a piece, and one of its edges.
 struct ahead_t {
-  held_t held;
+  on_chip_t in_registers;
   acc_t edge;
 
   __device__ __forceinline__ void begin(const piece_t& piece) {
-    held.load_vectors(piece.a + piece.head, piece.vectors);
+    in_registers.load_vectors(piece.a + piece.head, piece.vectors);
     edge = -infinity<acc_t>();
     if (lane() < piece.head + piece.tail) {
       const long long i = lane() < piece.head ? 0 : (long long)piece.vectors * kVector;
@@ -177,15 +178,15 @@ __device__ __forceinline__ total_t sum_of(const piece_t& piece, const piece_t& n
   total_t sum;
   int left = piece.vectors;
   do {
-    const held_t held = ahead.held;
+    const on_chip_t in_registers = ahead.in_registers;
     left -= kTogether;
     at += kTogether * kVector;
     if (left > 0) {
-      ahead.held.load_vectors(at, left);
+      ahead.in_registers.load_vectors(at, left);
     } else {
       ahead.begin(next);
     }
-    held.add_to<1, kQuickly>(sum, roots);
+    in_registers.add_to<1, kQuickly>(sum, roots);
   } while (left > 0);
   if (piece.head + piece.tail > 0) {
     sum.take_in<1, 1>([&](int) { return edge[0]; }, roots);
@@ -198,8 +199,9 @@ __device__ __forceinline__ total_t sum_of(const piece_t& piece, const piece_t& n
 // Contiguous rows of one block: read as vectors, then stored in shared memory with the
 // alignment that they have in global memory.
 struct staged_t {
-  static constexpr int kSize = kHolds ? kNumThreads * kHeld * kSets + kVector : 1;
-  static constexpr int kSteps = kHeld * kSets / kVector;
+  static constexpr int kSize =
+      kHolds ? kNumThreads * kInRegisters * kSets + kVector : 1;
+  static constexpr int kSteps = kInRegisters * kSets / kVector;
   vector_t<a_t, kVector> read[kSteps];
   a_t before, after;  // before the first aligned vector, after the last
 
@@ -270,7 +272,7 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
   };
 
   // The next rows load while these are processed.
-  held_t ahead[kSets];
+  on_chip_t ahead[kSets];
   staged_t staged;
   const auto load = [&](long long block_row) {
     if constexpr (kPath == path::kStaged) {
@@ -293,13 +295,13 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
   load((long long)blockIdx.x * kRows);
   for (long long block_row = (long long)blockIdx.x * kRows; block_row < layout.num_rows;
        block_row += (long long)gridDim.x * kRows) {
-    held_t held[kSets];
+    on_chip_t in_registers[kSets];
     const a_t* rows = nullptr;
     if constexpr (kPath == path::kStaged) {
       rows = staged.store(a + block_row * length, num_left(block_row) * length);
     } else {
 #pragma unroll
-      for (int set = 0; set < kSets; ++set) held[set] = ahead[set];
+      for (int set = 0; set < kSets; ++set) in_registers[set] = ahead[set];
     }
     load(block_row + (long long)gridDim.x * kRows);
 
@@ -309,12 +311,12 @@ __device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign
     for (int set = 0; set < kSets; ++set) {
       if constexpr (kPath == path::kStaged) {
         const int row = index_of_set(set);
-        held[set].load_singles(rows + row * length,
-                               row < num_left(block_row) ? length : 0);
+        in_registers[set].load_singles(rows + row * length,
+                                       row < num_left(block_row) ? length : 0);
       }
       const auto sum_up = [&](auto quickly) {
         total_t sum;
-        held[set].add_to<kWarpLanes, decltype(quickly)::value>(sum, roots);
+        in_registers[set].add_to<kWarpLanes, decltype(quickly)::value>(sum, roots);
         sum.l.value = warp_reduce<kWarpLanes>(sum.l.value, plus_t());
         return sum;
       };

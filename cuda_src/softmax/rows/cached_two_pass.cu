@@ -7,7 +7,7 @@
 //            the last part of a row waits for the other sums, adds them and publishes
 //            the sum of the row; blocks that write wait for that.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
-// Tiles      a part of a row: kHeld 16-byte vectors per thread, in registers
+// Tiles      a part of a row: kInRegisters 16-byte vectors per thread, in registers
 // Memory     x twice, the second time from L2; out once; 16 bytes per access, ends of
 //            unaligned rows element by element; blocks exchange 16 bytes per part
 // Numbers    as softmax_split; the exponentials that are summed are those that are
@@ -93,9 +93,9 @@ struct piece_t : row_part_t<kVector> {
 };
 
 // A thread's elements of a part, in registers. Slots beyond the row hold -inf.
-template <typename T> struct held_t {
+template <typename T> struct on_chip_t {
   using vector = vector_t<T, kVector>;
-  vector read[kHeld];
+  vector read[kInRegisters];
   T edge;
 
   __device__ __forceinline__ const vector& at(int k) const { return read[k]; }
@@ -104,10 +104,10 @@ template <typename T> struct held_t {
                                        unsigned long long policy) {
     if (piece.is_whole()) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) load(piece, k, policy);
+      for (int k = 0; k < kInRegisters; ++k) load(piece, k, policy);
     } else {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kInRegisters; ++k) {
         if (piece.has(k)) {
           load(piece, k, policy);
         } else {
@@ -128,14 +128,14 @@ template <typename T> struct held_t {
 
 // Calls visit(score) for all elements.
 template <typename Visit>
-__device__ __forceinline__ void each(const held_t<x_t>& held, const piece_t& piece,
-                                     Visit visit) {
+__device__ __forceinline__ void each(const on_chip_t<x_t>& in_registers,
+                                     const piece_t& piece, Visit visit) {
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kInRegisters; ++k) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) visit(piece.score(held.at(k).element[e]));
+    for (int e = 0; e < kVector; ++e) visit(piece.score(in_registers.at(k).element[e]));
   }
-  visit(piece.score(held.edge));
+  visit(piece.score(in_registers.edge));
 }
 
 // The largest score of the warp; NaN if there is one, except for doubles.
@@ -144,16 +144,18 @@ __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
   return detail::largest_nan(a, b);
 }
 template <typename T>
-__device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& piece) {
-  acc_t m = piece.score(held.edge).key;
+__device__ __forceinline__ acc_t largest(const on_chip_t<T>& in_registers,
+                                         const piece_t& piece) {
+  acc_t m = piece.score(in_registers.edge).key;
   if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
-    auto of_all = held.at(0);  // no conversion needed
+    auto of_all = in_registers.at(0);  // no conversion needed
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, held.at(k));
+    for (int k = 1; k < kInRegisters; ++k)
+      of_all = larger_of(of_all, in_registers.at(k));
 #pragma unroll
     for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
   } else {
-    each(held, piece, [&](score_t s) { m = larger(m, s.key); });
+    each(in_registers, piece, [&](score_t s) { m = larger(m, s.key); });
   }
   return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
 }
@@ -168,7 +170,7 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
     take_scores(sum, s, keys_t(piece.layout));
   };
 #pragma unroll 1
-  for (int i = 0; i < kHeld * kVector; ++i) {
+  for (int i = 0; i < kInRegisters * kVector; ++i) {
     const int k = i / kVector;
     if (piece.has(k)) take(piece.x[piece.position(k) + i % kVector]);
   }
@@ -178,14 +180,14 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
 
 // The sum of a warp; invalid if it is not finite.
 template <exps kHow>
-__device__ __forceinline__ partial_t sum_of_roots(const held_t<x_t>& held,
+__device__ __forceinline__ partial_t sum_of_roots(const on_chip_t<x_t>& in_registers,
                                                   const piece_t& piece, acc_t m) {
   const row_exp_t<kHow> exp_of_row(shift_by(m));
   auto sum = exp_of_row.none();
-  each(held, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
+  each(in_registers, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
   return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
 }
-__device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
+__device__ __forceinline__ partial_t sum_of_powers(const on_chip_t<x_t>& in_registers,
                                                    const piece_t& piece, acc_t m) {
   if (m == -infinity<acc_t>()) return {0, double(m)};
   if (!power_t::takes(m)) return {infinity<double>(), 0};
@@ -195,30 +197,30 @@ __device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
     return power(s);
   };
   // Four terms are added as floats; for 16-bit results, those of a vector.
-  double l = term(piece.score(held.edge));
+  double l = term(piece.score(in_registers.edge));
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kInRegisters; ++k) {
     float part = 0;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      part += term(piece.score(held.at(k).element[e]));
+      part += term(piece.score(in_registers.at(k).element[e]));
     }
     l += part;
   }
   l = warp_reduce(l, plus_t());
   return {l * power_sum_t<float, false>::power_about(int(power.unit), m), double(m)};
 }
-__device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
+__device__ __forceinline__ partial_t sum_of_pairs(const on_chip_t<x_t>& in_registers,
                                                   const piece_t& piece) {
   powers_t sum;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kInRegisters; ++k) {
     score_t s[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.at(k).element[e]);
+    for (int e = 0; e < kVector; ++e) s[e] = piece.score(in_registers.at(k).element[e]);
     take_scores(sum, s, keys_t(piece.layout));
   }
-  const score_t s[1] = {piece.score(held.edge)};
+  const score_t s[1] = {piece.score(in_registers.edge)};
   take_scores(sum, s, keys_t(piece.layout));
   sum.template join<kWarpSize>();
   if (!is_sum(sum)) return {infinity<double>(), 0};
@@ -227,15 +229,15 @@ __device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
 
 // The sum of a warp; `m` is the largest of its scores.
 template <exps kHow>
-__device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
+__device__ __forceinline__ partial_t sum_up(const on_chip_t<x_t>& in_registers,
                                             const piece_t& piece, acc_t m) {
   partial_t sum;
   if constexpr (kHasRoots) {
-    sum = sum_of_roots<kHow>(held, piece, m);
+    sum = sum_of_roots<kHow>(in_registers, piece, m);
   } else if constexpr (kHasPowers) {
-    sum = sum_of_powers(held, piece, m);
+    sum = sum_of_powers(in_registers, piece, m);
   } else {
-    sum = sum_of_pairs(held, piece);
+    sum = sum_of_pairs(in_registers, piece);
   }
   if (!is_finite(sum.l)) {
     sum = careful_sum(piece);
@@ -294,22 +296,22 @@ struct last_step_t {
 };
 
 template <typename Finish>
-__device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& piece,
-                                      const Finish& finish) {
+__device__ __forceinline__ void write(const on_chip_t<x_t>& in_registers,
+                                      const piece_t& piece, const Finish& finish) {
   const unsigned long long policy = ptx::policy_evict_first();
   const bool in_vectors = is_aligned<out_t, kVector>(piece.out);
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  for (int k = 0; k < kInRegisters; ++k) {
     acc_t result[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      result[e] = finish(piece.score(held.at(k).element[e]));
+      result[e] = finish(piece.score(in_registers.at(k).element[e]));
     }
     const auto written = to_vector<out_t, kVector>::of(result);
     if (!piece.has(k)) continue;
     store_vector(piece.out + piece.position(k), written, in_vectors, policy);
   }
-  const acc_t of_edge = finish(piece.score(held.edge));
+  const acc_t of_edge = finish(piece.score(in_registers.edge));
   if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
 }
 
@@ -320,7 +322,7 @@ __device__ __forceinline__ void write_carefully(const piece_t& piece,
     piece.out[i] = to<out_t>(finish(piece.score(piece.x[i])));
   };
 #pragma unroll 1
-  for (int i = 0; i < kHeld * kVector; ++i) {
+  for (int i = 0; i < kInRegisters * kVector; ++i) {
     const int k = i / kVector;
     if (piece.has(k)) write_one(piece.position(k) + i % kVector);
   }
@@ -328,20 +330,20 @@ __device__ __forceinline__ void write_carefully(const piece_t& piece,
 }
 
 template <exps kHow>
-__device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& piece,
-                                      const last_step_t& step) {
+__device__ __forceinline__ void write(const on_chip_t<x_t>& in_registers,
+                                      const piece_t& piece, const last_step_t& step) {
   if constexpr (finish_in_powers_t::kTakes) {
     if (step.takes_powers) {
-      write(held, piece, step.in_powers);
+      write(in_registers, piece, step.in_powers);
     } else {
       write_carefully(piece, step.usual);
     }
   } else if constexpr (kHasRoots && !kLog) {
     const row_exp_t<kHow> exp_of_row(step.usual.m);
     const auto finish = [&](score_t s) { return exp_of_row(s) * step.usual.inverse; };
-    write(held, piece, finish);
+    write(in_registers, piece, finish);
   } else {
-    write(held, piece, step.usual);
+    write(in_registers, piece, step.usual);
   }
 }
 
@@ -373,13 +375,14 @@ struct block_t {
     return shared.next[1];
   }
   // Sums a part and publishes it; takes the next position meanwhile.
-  __device__ __forceinline__ void sum(held_t<x_t>& held, const piece_t& piece,
-                                      unsigned part, int turn) const {
+  __device__ __forceinline__ void sum(on_chip_t<x_t>& in_registers,
+                                      const piece_t& piece, unsigned part,
+                                      int turn) const {
     unsigned ahead;
-    const acc_t m = largest(held, piece);
-    keep_narrow(held.read);
+    const acc_t m = largest(in_registers, piece);
+    keep_narrow(in_registers.read);
     if (threadIdx.x == 0) ahead = board.take_next();
-    const partial_t found = sum_up<kHow>(held, piece, m);
+    const partial_t found = sum_up<kHow>(in_registers, piece, m);
     if (threadIdx.x % kWarpSize == 0) {
       shared.sums[turn][threadIdx.x / kWarpSize] = found;
     }
@@ -407,19 +410,19 @@ __device__ __forceinline__ void walk(const block_t& block) {
   for (int turn = 0; number < 2 * queue.all; turn ^= 1) {
     const tile_queue_t::place_t place = queue.at(number);
     const piece_t piece = block.piece(place.part);
-    held_t<x_t> held;
-    held.load(piece,
-              place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
+    on_chip_t<x_t> in_registers;
+    in_registers.load(
+        piece, place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
     if (place.is_written) {
       unsigned ahead;
       block.hear(piece, turn);
       if (threadIdx.x == 0) ahead = block.board.take_next();
       const last_step_t step = block.shared.step[turn];
-      write<kHow>(held, piece, step);
+      write<kHow>(in_registers, piece, step);
       if (threadIdx.x == 0) block.shared.next[turn] = ahead;
       __syncthreads();
     } else {
-      block.sum(held, piece, place.part, turn);
+      block.sum(in_registers, piece, place.part, turn);
     }
     number = block.shared.next[turn];
   }

@@ -4,19 +4,21 @@
 // Algorithm  As softmax_safe, on rows held in registers.
 // Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: a contiguous
 //            span of memory, whatever the length of a row
-// Tiles      the span in shared memory; a row in kLanes threads, HELD elements each
-// Memory     x and out once, in 16-byte vectors wherever the span starts; a row of 7
+// Tiles      the span in shared memory; a row in kLanes threads, IN_REGISTERS elements
+// each Memory     x and out once, in 16-byte vectors wherever the span starts; a row of
+// 7
 //            numbers alone would leave most of each access unused
-//            shared: the spans of x and of out, kSpanRows * kLanes * HELD elements and
-//            two vectors each
+//            shared: the spans of x and of out, kSpanRows * kLanes * IN_REGISTERS
+//            elements and two vectors each
 // Numbers    as softmax_tiled
-// Limits     contiguous rows of at most kLanes * HELD elements in x and in out; no mask
+// Limits     contiguous rows of at most kLanes * IN_REGISTERS elements in x and in out;
+// no mask
 #include "softmax/detail/packed_rows.cuh"
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/exp_policy.cuh"
 
 // A scale takes registers as well.
-constexpr int kMinBlocks = HELD * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;
+constexpr int kMinBlocks = IN_REGISTERS * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;
 static_assert(!kHasWhere && OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
@@ -25,11 +27,11 @@ extern __shared__ uint4 memory[];
 // `left` elements from there on.
 __device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
                                             const layout_t& layout) {
-  acc_t value[HELD];
+  acc_t value[IN_REGISTERS];
   acc_t m = -infinity<acc_t>();
   const auto has = [&](int j) { return has_element(j, left); };
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
+  for (int j = 0; j < IN_REGISTERS; ++j) {
     value[j] = -infinity<acc_t>();
     if (has(j)) {
       value[j] = to<acc_t>(x[j * kLanes]);
@@ -42,7 +44,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
   const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
   part_t sum = exp_of_row.none();
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
+  for (int j = 0; j < IN_REGISTERS; ++j) {
     const score_t s =
         !kScaled || has(j) ? score_t(value[j], layout) : score_t::absent(layout);
     const acc_t e = exp_of_row(s);
@@ -52,7 +54,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
   sum = exp_of_row.sum_of(sum);
   const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
+  for (int j = 0; j < IN_REGISTERS; ++j) {
     if (has(j)) {
       const acc_t y =
           kLog ? finish(score_t(value[j], layout)) : value[j] * finish.inverse;

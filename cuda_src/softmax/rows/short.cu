@@ -3,26 +3,31 @@
 //
 // Algorithm  As softmax_safe, on rows held in registers.
 // Grid       1-D; a block of kNumThreads takes kSets * kRowsPerBlock rows at a time
-// Tiles      a row in kLanes adjacent threads, with its vectors in memory order: kHeld
+// Tiles      a row in kLanes adjacent threads, with its vectors in memory order:
+// kInRegisters
 //            16-byte vectors each, of kSets rows
 // Memory     x and out once, in vectors
 // Numbers    as softmax_tiled, bit for bit for softmax; 16-bit exponentials are
 //            computed once, as there is room to keep them
-// Limits     contiguous rows of kLanes * HELD elements in x and in out, which have the
+// Limits     contiguous rows of kLanes * IN_REGISTERS elements in x and in out, which
+// have the
 //            same type and start at whole vectors; no mask and no scale
 #include "common/vector.cuh"
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/exp_policy.cuh"
 
-constexpr int kVector = 16 / sizeof(x_t), kHeld = HELD / kVector, kSets = SETS;
-constexpr int kLength = kLanes * HELD;
-static_assert(HELD % kVector == 0 && kLanes <= kWarpSize, "whole vectors in a warp");
+constexpr int kVector = 16 / sizeof(x_t), kInRegisters = IN_REGISTERS / kVector,
+              kSets = SETS;
+constexpr int kLength = kLanes * IN_REGISTERS;
+static_assert(IN_REGISTERS % kVector == 0 && kLanes <= kWarpSize,
+              "whole vectors in a warp");
 static_assert(kSame<x_t, out_t> && !kHasWhere && !kScaled && OUTER_AXES == 1);
 
 // The largest score of a row, of which this thread has `part`.
 template <typename T>
-__device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[kHeld]) {
+__device__ __forceinline__ acc_t
+largest_of(const vector_t<T, kVector> (&part)[kInRegisters]) {
   acc_t m = -infinity<acc_t>();
 #if __CUDA_ARCH__ >= 800
   if constexpr (sizeof(T) == 2) {  // two at a time
@@ -32,7 +37,7 @@ __device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[k
     };
     auto of_thread = part[0];
 #pragma unroll
-    for (int v = 1; v < kHeld; ++v) of_thread = larger_of(of_thread, part[v]);
+    for (int v = 1; v < kInRegisters; ++v) of_thread = larger_of(of_thread, part[v]);
     const uint4 word = of_thread.word;
     const unsigned of_four = larger(larger(word.x, word.y), larger(word.z, word.w));
     const two_t of_row = {warp_reduce<kLanes>(of_four, larger)};
@@ -40,7 +45,7 @@ __device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[k
   }
 #endif
 #pragma unroll
-  for (int v = 0; v < kHeld; ++v) {
+  for (int v = 0; v < kInRegisters; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) m = largest_t()(m, to<acc_t>(part[v].element[k]));
   }
@@ -48,15 +53,15 @@ __device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[k
 }
 
 // Replaces the scores of a row by its results.
-__device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld],
-                                            const layout_t& layout) {
+__device__ __forceinline__ void softmax_row(
+    vector_t<x_t, kVector> (&part)[kInRegisters], const layout_t& layout) {
   const acc_t largest = largest_of(part);
   const acc_t m = shift_by(largest);
   const exp_of_row_t exp_of_row(m);
-  acc_t value[kHeld][kVector];
+  acc_t value[kInRegisters][kVector];
   part_t sum = exp_of_row.none();
 #pragma unroll
-  for (int v = 0; v < kHeld; ++v) {
+  for (int v = 0; v < kInRegisters; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       const acc_t x = to<acc_t>(part[v].element[k]);
@@ -68,7 +73,7 @@ __device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld
   sum = warp_reduce<kLanes>(exp_of_row.sum_of(sum), plus_t());
   const finish_t finish(m, total(sum, largest));
 #pragma unroll
-  for (int v = 0; v < kHeld; ++v) {
+  for (int v = 0; v < kInRegisters; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
       const acc_t y = value[v][k];
@@ -94,11 +99,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     };
     const x_t* const from = x + at * kLength;
     out_t* const onto = out + at * kLength;
-    vector_t<x_t, kVector> part[kSets][kHeld];
+    vector_t<x_t, kVector> part[kSets][kInRegisters];
 #pragma unroll
     for (int s = 0; s < kSets; ++s) {
 #pragma unroll
-      for (int v = 0; v < kHeld; ++v) {
+      for (int v = 0; v < kInRegisters; ++v) {
         part[s][v].word = {};
         if (has(s)) part[s][v] = load_vector<kVector>(from + position(s, v));
       }
@@ -107,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     for (int s = 0; s < kSets; ++s) {
       softmax_row(part[s], layout);
 #pragma unroll
-      for (int v = 0; v < kHeld; ++v) {
+      for (int v = 0; v < kInRegisters; ++v) {
         if (has(s)) store_vector(onto + position(s, v), part[s][v]);
       }
     }

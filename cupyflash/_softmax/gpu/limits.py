@@ -47,13 +47,13 @@ def _of_columns(problem, config, values):
     pieces = config.grid[1] if values.get("SPLITS") else values["CLUSTER"]
     piece = -(-problem.row_length // pieces)
     # A loop goes on by a batch of rows, or two, beyond the last.
-    yield "rows of a thread", -(-piece // deep) + 2 * (values["HELD"] + deep)
+    yield "rows of a thread", -(-piece // deep) + 2 * (values["IN_REGISTERS"] + deep)
     tiles = problem.num_rows // inner * -(-inner // (side * values["VECTOR"]))
     if group > on_chip.WARP or group & (group - 1):  # else they have 64 bits
         yield "tiles", tiles + config.grid[0]
 
 
-def _of_held_columns(problem, config, values):
+def _of_columns_on_chip(problem, config, values):
     yield from _of_columns(problem, config, values)
     yield "rows of a column", problem.row_length
 
@@ -66,12 +66,16 @@ def _of_shares(problem, config, values):
     share = -(-tiles * problem.row_length // values["SHARES"])
     rows = problem.row_length if values["WHOLE"] else min(problem.row_length, share)
     deep = on_chip.WARP // values["SIDE"]
-    yield "rows of a lane", -(-rows // deep) + 2 * (values["HELD"] + deep)
+    yield "rows of a lane", -(-rows // deep) + 2 * (values["IN_REGISTERS"] + deep)
 
 
-def _of_held_rows(problem, config, values):
+def _of_rows_on_chip(problem, config, values):
     """thread_map_t: positions in a row, also of slots beyond it."""
-    slots = values["CLUSTER"] * values["LANES"] * (values["HELD"] + values["PARKED"])
+    slots = (
+        values["CLUSTER"]
+        * values["LANES"]
+        * (values["IN_REGISTERS"] + values["IN_SMEM"])
+    )
     yield "elements of a row", problem.row_length + slots
 
 
@@ -87,14 +91,14 @@ def _of_summed_rows(problem, config, values):
         return
     vector = on_chip.VECTOR_BYTES // softmax_config.itemsize_of(problem.dtypes["x"])
     part = -(-problem.row_length // values["PARTS"])
-    together = values["HELD"] // vector * values["LANES"]
+    together = values["IN_REGISTERS"] // vector * values["LANES"]
     yield "vectors of a row", -(-part // vector) + 1 + together
 
 
 def _of_line(problem, config, values):
     """line_t of softmax/detail/tile_queue.cuh, and positions in a row."""
     vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
-    part = values["LANES"] * values["HELD"] * vector
+    part = values["LANES"] * values["IN_REGISTERS"] * vector
     parts = problem.num_rows * -(-problem.row_length // part)
     yield "parts of rows", 2 * parts + values["MARGIN"]
     yield "elements of a row", problem.row_length + part
@@ -109,16 +113,16 @@ def _of_rings(problem, config, values):
 
 # Rows that are not here have 64 bits for all that grows with a problem.
 _COUNTS = {
-    "columns": _of_held_columns,
-    "vjp_columns": _of_held_columns,
+    "columns": _of_columns_on_chip,
+    "vjp_columns": _of_columns_on_chip,
     "split_columns": _of_columns,
     "logsumexp_columns": _of_columns,
     "logsumexp_shares": _of_shares,
     "span": _of_spans,
     "vjp_span": _of_spans,
     "logsumexp_span": _of_spans,
-    "tiled": _of_held_rows,
-    "vjp_tiled": _of_held_rows,
+    "tiled": _of_rows_on_chip,
+    "vjp_tiled": _of_rows_on_chip,
     "trail": _of_line,
     "vjp_trail": _of_line,
     "vjp_stream": _of_rings,

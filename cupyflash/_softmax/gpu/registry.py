@@ -157,9 +157,9 @@ KERNELS = (  # best first
     SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),
     SoftmaxKernel("short", FORWARD, short_rows, shapes.SHORT_ROWS, _TILED, fast=True),
     SoftmaxKernel("span", FORWARD, span_rows, shapes.SPANNED, _TILED, fast=True),
-    SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.HELD_ROWS, _TILED, fast=True),
+    SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.ON_CHIP_ROWS, _TILED, fast=True),
     SoftmaxKernel("vjp_span", BACKWARD, span_pairs, shapes.SPANNED_PAIRS, fast=True),
-    SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.HELD_PAIRS, fast=True),
+    SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.ON_CHIP_PAIRS, fast=True),
     # Few rows, and rows that would be read twice entirely, go through rings; otherwise
     # the second read hits L2, if rows fit.
     SoftmaxKernel("vjp_stream", BACKWARD, stream_pairs, shapes.STREAMED, fast=True),

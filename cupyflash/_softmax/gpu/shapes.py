@@ -30,7 +30,7 @@ def _steps(vector, configs):
     return [vector, 25 * vector + 1, *(config.vectors * vector for config in configs)]
 
 
-def _held_pairs(size, widest):
+def _on_chip_pairs(size, widest):
     configs = (*on_chip.BACKWARD, *on_chip.BACKWARD_CLUSTERS)
     if widest == 2:
         configs = (*on_chip.BACKWARD_16_BITS, *on_chip.BACKWARD_16_BITS_CLUSTERS)
@@ -51,12 +51,12 @@ def _below(longest, *lengths):
 WALKED = _rows_of(
     lambda size, widest: [*(int(min(n, _FEW - 1)) for n, _ in LANES), _FEW]
 )
-HELD_ROWS = _rows_of(
+ON_CHIP_ROWS = _rows_of(
     lambda size, widest: _steps(
         on_chip.VECTOR_BYTES // widest, (*on_chip.FORWARD, *on_chip.FORWARD_CLUSTERS)
     )
 )
-HELD_PAIRS = _rows_of(_held_pairs)
+ON_CHIP_PAIRS = _rows_of(_on_chip_pairs)
 SPANNED = _rows_of(
     lambda size, widest: _below(
         short_rows.LONGEST_IN_SPAN[widest], 3, 4, 7, 15, 31, 33, 63, 127, 245

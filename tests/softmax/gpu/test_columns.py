@@ -36,7 +36,11 @@ def tile(length, dtype, device=HOPPER, inner=32_768, **more):
 @pytest.mark.parametrize("length", [1000, 1024, 2048, 3001, 4096, 5000, 8192])
 def test_a_tile_holds_its_columns(dtype, length):
     threads, values, smem = tile(length, dtype)
-    rows = values["DEEP"] * (values["HELD"] + values["PARKED"]) * values["CLUSTER"]
+    rows = (
+        values["DEEP"]
+        * (values["IN_REGISTERS"] + values["IN_SMEM"])
+        * values["CLUSTER"]
+    )
     assert rows >= length
     assert values["CLUSTER"] <= 16
     assert values["SIDE"] * values["DEEP"] <= threads

@@ -69,7 +69,7 @@ def test_gradients_of_short_rows_are_taken_many_at_a_time(function, dtype, short
     for n in short:
         name, defines = choice(function, (5000, n), (1,), dtype)
         assert name == "vjp_span"
-        assert n <= int(defines["LANES"]) * int(defines["HELD"]) < 2 * n + 1
+        assert n <= int(defines["LANES"]) * int(defines["IN_REGISTERS"]) < 2 * n + 1
         padded = choice(function, (5000, n), (1,), dtype, steps=(n + 1, 1))
         assert padded[0] == "vjp_tiled"
     for n in long:

@@ -8,7 +8,7 @@ from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Registers per thread for elements, and threads per multiprocessor, for short columns.
 # A vjp holds two arrays.
-_HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
+_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
 _WALKING_THREADS = 512
 # Bytes of adjacent columns in a tile of a short column, or one that is looped over.
 _WIDTH = 128
@@ -20,7 +20,7 @@ _COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
 # Registers per thread for elements, and bytes per thread in shared memory.
 _LONG_RESIDENT = {256: 768, 512: 1024}
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
-_LONG_PARKED = 160
+_LONG_IN_SMEM = 160
 # Threads, bytes of adjacent columns (best first), and blocks that may then share a
 # column. Wide tiles need more blocks per column, which exchange more; doubles gain by
 # them if rows of a slab are far apart.
@@ -44,13 +44,15 @@ def hold_columns(problem, device):
     widest = max(softmax_config.itemsize_of(problem.dtypes[name]) for name in names)
     vector = _vector(layout, 16 // widest)
     kind = "vjp" if problem.dtypes.get("dy") else "softmax"
-    registers, resident = _HELD_REGISTERS[kind]
-    held = max(1, registers // _registers(problem, vector))
+    registers, resident = _REGISTERS[kind]
+    in_registers = max(1, registers // _registers(problem, vector))
     num_vectors = -(-layout.inner // vector)
-    tile = _tile(problem.row_length, held, num_vectors, vector * widest)
+    tile = _tile(problem.row_length, in_registers, num_vectors, vector * widest)
     if tile is None:
-        held = _LONG_REGISTERS[kind] // _registers(problem, vector)
-        resident, tile = _long_tile(problem, held, vector, vector * widest, device)
+        in_registers = _LONG_REGISTERS[kind] // _registers(problem, vector)
+        resident, tile = _long_tile(
+            problem, in_registers, vector, vector * widest, device
+        )
     if tile is None:
         return f"a column of {problem.row_length} does not fit into a block or cluster"
     return _column_config(problem, vector, *tile, resident)
@@ -67,7 +69,7 @@ _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
 # is left to merge.
 _SHARE_BUSY = 0.96
 # Rows that a lane processes at a time, by the size of an element.
-_SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
+_SHARE_IN_REGISTERS = {2: 4, 4: 8, 8: 4}
 
 
 def share_columns(problem, device):
@@ -83,9 +85,9 @@ def share_columns(problem, device):
     vector = on_chip.VECTOR_BYTES // size
     if _vector(layout, vector) != vector:
         return "columns are not a multiple of 16 bytes"
-    held = _SHARE_ROWS_HELD[size] if device.smem_optin >= _SHARE_ROOM else 4
+    in_registers = _SHARE_IN_REGISTERS[size] if device.smem_optin >= _SHARE_ROOM else 4
     warps = device.num_sms * _SHARE_RESIDENT // 32
-    worth = warps * 32 * held * vector * _SHARE_BATCHES
+    worth = warps * 32 * in_registers * vector * _SHARE_BATCHES
     if problem.num_rows * problem.row_length < worth:
         return f"fewer than {worth} elements are not worth another launch"
     for width, most in _SHARE_WIDTHS:
@@ -107,7 +109,7 @@ def share_columns(problem, device):
     def config(entry, threads, grid=()):
         """The launch with groups of this many threads."""
         (config,) = _column_config(
-            problem, vector, side, threads // side, held, 0, 1, _SHARE_RESIDENT
+            problem, vector, side, threads // side, in_registers, 0, 1, _SHARE_RESIDENT
         )
         return softmax_config.varied(
             config,
@@ -115,7 +117,7 @@ def share_columns(problem, device):
             scratch=tiles * parts * side * vector * softmax_config.PARTIAL_BYTES,
             values=values,
             entry=entry,
-            smem=2 * held * on_chip.VECTOR_BYTES * config.num_threads,
+            smem=2 * in_registers * on_chip.VECTOR_BYTES * config.num_threads,
         )
 
     main = config("sum", 32, (-(-warps * 32 // softmax_config.BLOCK_THREADS),))
@@ -134,15 +136,21 @@ def sum_columns(problem, device):
     size = softmax_config.itemsize_of(problem.dtypes["x"])
     vector = _vector(layout, min(4, 16 // size))
     num_vectors = -(-layout.inner // vector)
-    held = 8 if vector > 1 else 16
+    in_registers = 8 if vector > 1 else 16
     side = _side(num_vectors, _WIDTH // (vector * size))
     length = problem.row_length
     # Enough threads for a batch or two each.
-    most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
+    most = (
+        256
+        if length > 64 * in_registers
+        else 32
+        if length <= 16 * in_registers
+        else 128
+    )
     deep = max(1, most // side)
-    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    cluster = _cluster_of(problem, side * vector, 4 * deep * in_registers, device)
     return _column_config(
-        problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS
+        problem, vector, side, deep, in_registers, 0, cluster, _WALKING_THREADS
     )
 
 
@@ -164,18 +172,18 @@ def split_columns(problem, device):
     )
     vector = _vector(layout, 16 // widest)
     is_scaled_double = problem.scale != 1 and problem.compute_dtype == "float64"
-    held = _SPLIT_ROWS_OF_SCALED_DOUBLES if is_scaled_double else _SPLIT_ROWS
+    in_registers = _SPLIT_ROWS_OF_SCALED_DOUBLES if is_scaled_double else _SPLIT_ROWS
     if vector == 1:
-        held = _SPLIT_ROWS
+        in_registers = _SPLIT_ROWS
     side = _side(-(-layout.inner // vector), _SPLIT_WIDTH // (vector * widest))
     # Even if a column is short (method="online"), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
     (config,) = _column_config(
-        problem, vector, side, deep, held, 0, 1, _WALKING_THREADS
+        problem, vector, side, deep, in_registers, 0, 1, _WALKING_THREADS
     )
     tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
     pieces = min(
-        -(-problem.row_length // (deep * held * _BATCHES)),
+        -(-problem.row_length // (deep * in_registers * _BATCHES)),
         max(1, device.num_sms * _PIECES_PER_SM // tiles),
         _MOST_PIECES,
     )
@@ -207,10 +215,12 @@ def _cluster_of(problem, columns, rows, device):
     return cluster
 
 
-def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident):
+def _column_config(
+    problem, vector, side, deep, in_registers, in_smem, cluster, resident
+):
     """The launch for tiles of `side` vectors, with `deep` threads along each column.
 
-    Each thread has `held` rows in registers and `in_smem` in shared memory.
+    Each thread has `in_registers` rows in registers and `in_smem` in shared memory.
     """
     layout = problem.layout
     group = side * deep
@@ -223,8 +233,8 @@ def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident
         "VECTOR": vector,
         "SIDE": side,
         "DEEP": deep,
-        "HELD": held,
-        "PARKED": in_smem,
+        "IN_REGISTERS": in_registers,
+        "IN_SMEM": in_smem,
         "CLUSTER": cluster,
         "RESIDENT": max(1, round(resident / threads)),
     }
@@ -233,7 +243,7 @@ def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident
             min(-(-tiles // groups), softmax_config.MAX_BLOCKS // cluster) * cluster,
             threads,
             values,
-            smem=in_smem * threads * vector * _held_bytes(problem),
+            smem=in_smem * threads * vector * _row_bytes(problem),
             cluster=cluster,
         ),
     )
@@ -262,7 +272,7 @@ def _registers(problem, vector):
     return total
 
 
-def _held_bytes(problem):
+def _row_bytes(problem):
     """Bytes of an element of each input."""
     names = [problem.dtypes.get(name) for name in ("x", "dy")]
     return sum(softmax_config.itemsize_of(name) for name in names if name)
@@ -274,30 +284,30 @@ def _side(num_vectors, wide):
     return num_vectors if num_vectors < max(wide, _NARROW) else wide
 
 
-def _tile(length, held, num_vectors, vector_bytes):
+def _tile(length, in_registers, num_vectors, vector_bytes):
     """Short columns: threads side by side and along a column, and rows per thread."""
-    if length <= held:
+    if length <= in_registers:
         return 1, 1, length, 0, 1
-    need = -(-length // held)
+    need = -(-length // in_registers)
     side = _side(num_vectors, _WIDTH // vector_bytes)
     deep = _deep(side, need)
     if side * deep > _COLUMN_THREADS:
         return None
     while side * deep > 32 and side * deep < _COLUMN_THREADS <= num_vectors * deep:
         side *= 2
-    return side, deep, held, 0, 1
+    return side, deep, in_registers, 0, 1
 
 
-def _long_tile(problem, held, vector, vector_bytes, device):
+def _long_tile(problem, in_registers, vector, vector_bytes, device):
     """The same for longer ones: also rows in shared memory, and blocks per cluster.
 
     The first number is that of threads per multiprocessor.
     """
     num_vectors = -(-problem.layout.inner // vector)
     arrays = 2 if problem.dtypes.get("dy") else 1
-    held = max(2, min(held, 16 // arrays) // 2 * 2)
-    row_bytes = vector * _held_bytes(problem)
-    most = held + _LONG_PARKED // row_bytes // 2 * 2
+    in_registers = max(2, min(in_registers, 16 // arrays) // 2 * 2)
+    row_bytes = vector * _row_bytes(problem)
+    most = in_registers + _LONG_IN_SMEM // row_bytes // 2 * 2
     if problem.dtypes.get("where"):
         most = min(most, 64 // vector)  # one bit per element
     tiles = (*_LONG_TILES[_kind(problem, vector_bytes // vector)], _NARROWEST)
@@ -318,13 +328,16 @@ def _long_tile(problem, held, vector, vector_bytes, device):
         deep, rows = threads // side, most
         if not blocks and not problem.dtypes.get("where"):
             spare = device.smem_optin - _COLUMN_EXCHANGE_BYTES
-            rows = held + spare // (threads * row_bytes) // 2 * 2
+            rows = in_registers + spare // (threads * row_bytes) // 2 * 2
         need = -(-problem.row_length // deep)
         cluster = -(-need // rows)
         if cluster <= max(1, blocks):
             slots = -(-need // cluster)
             slots += slots % 2
-            in_registers, in_smem = min(held, slots), max(0, slots - held)
+            in_registers, in_smem = (
+                min(in_registers, slots),
+                max(0, slots - in_registers),
+            )
             return _LONG_RESIDENT[threads], (side, deep, in_registers, in_smem, cluster)
     return 0, None
 

@@ -50,11 +50,11 @@ _WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
 _ALONE_THREADS = {(1, 2): 896, (2, 1): 1024, (3, 2): 512, (4, 1): 512}
 
 
-def _sum_threads(lanes, held, sets, device):
+def _sum_threads(lanes, in_registers, sets, device):
     """Threads per multiprocessor that registers suffice for."""
-    is_deep = held == _DEEP
+    is_deep = in_registers == _DEEP
     if lanes == 1 and device.cc < (10, 0):
-        return _ALONE_THREADS[held, sets]
+        return _ALONE_THREADS[in_registers, sets]
     if device.cc >= (10, 0):  # ptxas 13.5 spills more there
         return 384 if sets else 256 if is_deep else 512
     return 512 if sets or is_deep else 768
@@ -85,24 +85,24 @@ def sum_rows(problem, device):
     vector = on_chip.VECTOR_BYTES // size
     vectors, parts = -(-problem.row_length // vector), 1
     if vectors <= SUMS[size][-1][0]:
-        lanes, held, sets = kernel.by_threshold(SUMS[size], vectors)
+        lanes, in_registers, sets = kernel.by_threshold(SUMS[size], vectors)
         if size == 2 and 4 < vectors <= 8 and problem.row_length % vector == 0:
-            lanes, held, sets = _WHOLE_SUM
+            lanes, in_registers, sets = _WHOLE_SUM
     else:
         lanes, sets = 32, 0
-        held = _WALKS[size]
+        in_registers = _WALKS[size]
         few = problem.num_rows < device.num_sms * PARTS_PER_SM
         if vectors > WARP_SUM or few:
             lanes = WALK_THREADS
             parts = num_parts(problem, device, vectors, SUM_PARTS_PER_SM)
             if problem.num_rows * parts <= device.num_sms * SUM_PARTS_PER_SM:
-                held = _DEEP
+                in_registers = _DEEP
     rows = max(1, BLOCK_THREADS // lanes)
-    min_blocks = _sum_threads(lanes, held, sets, device) // (lanes * rows)
+    min_blocks = _sum_threads(lanes, in_registers, sets, device) // (lanes * rows)
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows,
-        "HELD": held * vector,
+        "IN_REGISTERS": in_registers * vector,
         "MIN_BLOCKS": min_blocks,
         "SETS": sets,
         "PARTS": parts,

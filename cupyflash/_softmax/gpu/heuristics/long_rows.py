@@ -66,14 +66,14 @@ def trail_rows(problem, device):
     if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     widest = widest_of(problem)
-    held, blocks_per_sm, in_cache, least = _TRAIL[widest]
+    in_registers, blocks_per_sm, in_cache, least = _TRAIL[widest]
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
-    return _along_line(problem, device, held, blocks_per_sm, max(left, least))
+    return _along_line(problem, device, in_registers, blocks_per_sm, max(left, least))
 
 
-def _along_line(problem, device, held, blocks_per_sm, between):
+def _along_line(problem, device, in_registers, blocks_per_sm, between):
     """The launches of blocks that take parts of rows from one queue."""
-    part_bytes = WALK_THREADS * held * on_chip.VECTOR_BYTES
+    part_bytes = WALK_THREADS * in_registers * on_chip.VECTOR_BYTES
     part = part_bytes // widest_of(problem)
     parts = problem.num_rows * -(-problem.row_length // part)
     if parts >= 1 << 30:
@@ -81,7 +81,7 @@ def _along_line(problem, device, held, blocks_per_sm, between):
     values = {
         "LANES": WALK_THREADS,
         "ROWS_PER_BLOCK": 1,
-        "HELD": held,
+        "IN_REGISTERS": in_registers,
         "MARGIN": between // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
@@ -100,7 +100,7 @@ def _along_line(problem, device, held, blocks_per_sm, between):
 # per multiprocessor; the bytes up to which a row is short, distances for short rows and
 # for longer ones, and the longest row that was measured. log_softmax_vjp reads only dy
 # twice.
-_PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
+_PAIRS_IN_REGISTERS, _PAIRS_BLOCKS = 8, 2
 _PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
 # Up to this many bytes of all rows, rings are faster (docs/design/lab/0024).
 _PAIRS_FEW = 8 * _MB
@@ -124,7 +124,7 @@ def trail_pairs(problem, device):
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     between = _PAIRS_BETWEEN[0 if is_short else 1]
-    return _along_line(problem, device, _PAIRS_HELD, _PAIRS_BLOCKS, between)
+    return _along_line(problem, device, _PAIRS_IN_REGISTERS, _PAIRS_BLOCKS, between)
 
 
 def stream_pairs(problem, device):

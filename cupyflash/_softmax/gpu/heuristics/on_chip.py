@@ -98,7 +98,7 @@ FORWARD_CLUSTERS = (
     OnChipConfig(256, 6, 1024, in_smem=13, cluster=16, doubling=True),
     *_LONGEST,
 )
-# log_softmax of doubles has registers for a table only with parked elements.
+# log_softmax of doubles has registers for a table only with elements in shared memory.
 LOG_F64_CLUSTERS = (
     OnChipConfig(256, 5, 1024, in_smem=11, cluster=8, doubling=True),
     # More shared memory rather than 16 blocks.
@@ -183,13 +183,17 @@ ELSEWHERE = {
 
 
 def without_clusters(
-    held: int, arrays: int, device: Device
+    in_registers: int, arrays: int, device: Device
 ) -> tuple[OnChipConfig, ...]:
     """One block with all the shared memory that it may have, for `arrays` rows."""
     threads = 512
     spare = device.smem_optin - 8192  # for the exchange between warps
     in_smem = spare // (threads * VECTOR_BYTES * arrays)
-    return (OnChipConfig(threads, held, 512, in_smem=in_smem),) if in_smem > 0 else ()
+    return (
+        (OnChipConfig(threads, in_registers, 512, in_smem=in_smem),)
+        if in_smem > 0
+        else ()
+    )
 
 
 def ladder(
@@ -224,15 +228,15 @@ def hold(configs: Sequence[OnChipConfig], vectors: int, ends: int = 0) -> Hold |
         lanes = _lanes_of_long_row(-(-vectors // cluster), config)
     slots = -(-vectors // (cluster * lanes))
     rows_per_block = _BLOCK_THREADS // lanes if lanes <= WARP else 1
-    held = min(slots, config.in_registers)
+    in_registers = min(slots, config.in_registers)
     threads_per_sm = config.threads_per_sm
     if lanes <= 4:  # the two ends of a row take registers of few threads
         threads_per_sm -= threads_per_sm // 4
     return Hold(
         lanes,
         rows_per_block,
-        held,
-        slots - held,
+        in_registers,
+        slots - in_registers,
         cluster,
         max(1, threads_per_sm // (lanes * rows_per_block)),
     )

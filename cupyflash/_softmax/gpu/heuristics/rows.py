@@ -59,12 +59,14 @@ def hold_rows(problem, device):
     """Threads that hold a row on chip; any strides."""
     if reason := refuse_scale(problem):
         return reason
-    return _held_by(problem, device, _forward_configs(problem, device), ("x",))
+    return _on_chip_rows(problem, device, _forward_configs(problem, device), ("x",))
 
 
 def hold_pairs(problem, device):
     """Threads that hold a row of y and one of dy on chip; any strides."""
-    return _held_by(problem, device, _backward_configs(problem, device), ("x", "dy"))
+    return _on_chip_rows(
+        problem, device, _backward_configs(problem, device), ("x", "dy")
+    )
 
 
 def _is_contiguous(problem):
@@ -148,7 +150,7 @@ def _backward_configs(problem, device):
     return on_chip.ladder(short, clusters, 2, device)
 
 
-def _held_by(problem, device, configs, names):
+def _on_chip_rows(problem, device, configs, names):
     """The launch that holds rows of these operands, or why there is none."""
     widest, contiguous = widest_of(problem), _is_contiguous(problem)
     vector = on_chip.VECTOR_BYTES // widest
@@ -184,8 +186,8 @@ def _held_by(problem, device, configs, names):
     values = {
         "LANES": hold.lanes,
         "ROWS_PER_BLOCK": hold.rows_per_block,
-        "HELD": hold.in_registers * vector,
-        "PARKED": hold.in_smem * vector,
+        "IN_REGISTERS": hold.in_registers * vector,
+        "IN_SMEM": hold.in_smem * vector,
         "CLUSTER": hold.cluster,
         "CONTIGUOUS": int(contiguous),
         "SHIFTS": int(shifts),

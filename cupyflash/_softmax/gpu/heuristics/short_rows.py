@@ -54,8 +54,8 @@ def span_rows(problem, device):
     thread_map = lanes, _, conflicts = _span_map(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and conflicts > 1:
         return f"elements of rows of {length} lie in the same banks"  # slower at 191
-    held_bytes = -(-length // lanes) * max(4, widest)
-    share = _span_share(held_bytes, lanes, device)
+    lane_bytes = -(-length // lanes) * max(4, widest)
+    share = _span_share(lane_bytes, lanes, device)
     return _span_config(problem, ("x", "out"), thread_map, share)
 
 
@@ -71,8 +71,8 @@ def span_pairs(problem, device):
     if not _are_back_to_back(problem, ("x", "dy", "out")):
         return "the array is not contiguous"
     thread_map = _pair_map(length, size, widest)
-    held_bytes = -(-length // thread_map[0]) * 2 * max(4, widest)
-    share = _span_share(held_bytes, thread_map[0], device)
+    lane_bytes = -(-length // thread_map[0]) * 2 * max(4, widest)
+    share = _span_share(lane_bytes, thread_map[0], device)
     return _span_config(problem, ("x", "dy", "out"), thread_map, share)
 
 
@@ -121,11 +121,11 @@ def _span_config(problem, names, thread_map, share, beside=0, more=None):
     A row takes a further `beside` bytes of shared memory; `more` are defines.
     """
     lanes, apart, _ = thread_map
-    held = -(-problem.row_length // lanes)
+    in_registers = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their alignment may add.
     sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
-    row_bytes = lanes * held * sizes + beside
+    row_bytes = lanes * in_registers * sizes + beside
     phases = 2 * len(names) * on_chip.VECTOR_BYTES
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
@@ -136,7 +136,7 @@ def _span_config(problem, names, thread_map, share, beside=0, more=None):
                 "LANES": lanes,
                 "ROWS_PER_BLOCK": rows_at_once,
                 "SPAN_ROWS": rows,
-                "HELD": held,
+                "IN_REGISTERS": in_registers,
                 "APART": apart,
                 **(more or {}),
             },
@@ -145,9 +145,9 @@ def _span_config(problem, names, thread_map, share, beside=0, more=None):
     )
 
 
-def _span_share(held_bytes, lanes, device):
+def _span_share(lane_bytes, lanes, device):
     """Bytes of shared memory that the spans of a block may take."""
-    is_few = held_bytes <= _SPAN_FEW_BYTES
+    is_few = lane_bytes <= _SPAN_FEW_BYTES
     if is_few and lanes > 1:
         return _SPAN_OF_LANES
     return _share_of_blocks(8 if is_few else _SPAN_BLOCKS, device)
@@ -260,9 +260,9 @@ def short_rows(problem, device):
     if not problem.layout.is_aligned:
         return "an array is not aligned to 16 bytes"
     vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
-    held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
-    lanes, over = divmod(vectors, held)
-    min_blocks = _SHORT_BLOCKS[problem.function].get((held, sets))
+    in_registers, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
+    lanes, over = divmod(vectors, in_registers)
+    min_blocks = _SHORT_BLOCKS[problem.function].get((in_registers, sets))
     if rest or over or lanes not in _SHORT_LANES[problem.function] or not min_blocks:
         return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
     rows_at_once = BLOCK_THREADS // lanes
@@ -271,7 +271,7 @@ def short_rows(problem, device):
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows_at_once,
-        "HELD": held * on_chip.VECTOR_BYTES // size,
+        "IN_REGISTERS": in_registers * on_chip.VECTOR_BYTES // size,
         "SETS": sets,
         "MIN_BLOCKS": min_blocks,
     }

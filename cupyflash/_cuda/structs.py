@@ -24,6 +24,9 @@ _TYPES: dict[str, Any] = {
 }
 
 
+_PADDING = "_padding"
+
+
 @dataclass(frozen=True)
 class Struct:
     """A struct of a CUDA source, packed by NumPy.
@@ -46,7 +49,13 @@ class Struct:
         found: list[tuple[Any, ...]] = []
         if self.base is not None:
             inner = self.base.dtype(**sizes)
-            found = [(name, inner[name]) for name in inner.names or ()]
+            own = [name for name in inner.names or () if name != _PADDING]
+            found = [(name, inner[name]) for name in own]
+            # Members of a derived struct do not begin in the padding of its base.
+            fields = inner.fields or {}
+            end = max(fields[name][1] + inner[name].itemsize for name in own)
+            if missing := inner.itemsize - end:
+                found.append((f"{_PADDING}_of_base", f"V{missing}"))
         for kind, *names in self.fields:
             of_type = _dtype_of(kind, sizes)
             for name in names:
@@ -55,7 +64,7 @@ class Struct:
                 found.append((declared, of_type, shape))
         dtype = np.dtype(found, align=True)
         if missing := -dtype.itemsize % self.alignment:
-            dtype = np.dtype([*found, ("_padding", f"V{missing}")], align=True)
+            dtype = np.dtype([*found, (_PADDING, f"V{missing}")], align=True)
         return dtype
 
     def offset(self, name: str) -> int:

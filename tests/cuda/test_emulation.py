@@ -34,6 +34,7 @@ ROWS = [
     ("sm_80", "attention/mma", "odd", "float16"),
     ("sm_80", "attention/tiled_f64", "odd parts", "float64"),
     ("sm_90a", "attention/hopper", "odd parts", "float16"),
+    ("sm_90a", "attention_vjp/hopper_wide", "options", "bfloat16"),
     ("sm_90a", "softmax/tiled", "shortest rows", "bfloat16"),
     ("sm_90a", "softmax/vjp_split", "short whole rows", "bfloat16"),
 ]

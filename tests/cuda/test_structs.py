@@ -121,6 +121,14 @@ def test_a_struct_is_packed_as_c_does():
     assert packed == outer.pack({"first": 1, "inside": {"b": [3, 4]}, "p": 7}, n=2)
 
 
+def test_a_base_keeps_its_padding():
+    """Members of a derived struct begin behind it, however they are aligned."""
+    base = Struct("base_t", "a.cu", (("int", "a", "b", "c"),), alignment=16)
+    more = Struct("more_t", "a.cu", (("int", "d"),), alignment=16, base=base)
+    assert more.dtype().fields["d"][1] == base.dtype().itemsize == 16
+    assert len(more.pack({"a": 1, "d": 2})) == 32
+
+
 def test_a_template_gets_its_arguments():
     whole = Struct("t", "a.cu", (((AXES, "kDims", 3), "axes"),))
     dtype = whole.dtype(kDims=2)["axes"]

@@ -52,7 +52,7 @@ class Struct:
             own = [name for name in inner.names or () if name != _PADDING]
             found = [(name, inner[name]) for name in own]
             # Members of a derived struct do not begin in the padding of its base.
-            fields = inner.fields or {}
+            fields: Any = inner.fields
             end = max(fields[name][1] + inner[name].itemsize for name in own)
             if missing := inner.itemsize - end:
                 found.append((f"{_PADDING}_of_base", f"V{missing}"))

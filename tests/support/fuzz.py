@@ -439,16 +439,15 @@ def attention_shapes(problem):
 def growth_of_sums(xp, columns, *rows):
     """How the error of a score grows where many columns go into one sum.
 
-    BLAS adds one column after another, as does row `tiled` of a GPU up to 256 columns
-    (docs/guides/precision.md). Tensor cores of 16 bits truncate their sum, 16 columns
-    at a time: such errors are of one sign, and add up. Of D products of one sign the
-    partial sums grow evenly, so they lose up to D / 32 units in the last place.
+    BLAS may add one column after another, and so does row `tiled` of a GPU up to 256
+    columns (docs/guides/precision.md). Tensor cores of 16 bits truncate their sum, 16
+    columns at a time: such errors are of one sign, and add up. Of D products of one
+    sign the partial sums grow evenly, so they lose up to D / 32 units in the last
+    place.
     """
-    if xp is np:
-        return max(1, columns**0.5 / 4)
     if columns <= 128:
         return 1
-    if "tiled" in rows and columns <= 256:
+    if xp is np or ("tiled" in rows and columns <= 256):
         return columns**0.5 / 4
     return columns / 64 if {"mma", "hopper", "hopper_wide"} & set(rows) else 1
 

@@ -72,6 +72,7 @@ ATTENTION_GPU = (
         "gradient_config",
         "gradient_layout",
         "gradient_limits",
+        "spec",
     },
 )
 SOFTMAX_GPU = (

@@ -9,6 +9,7 @@ from cupyflash._attention.gpu.config import (
     num_heads,
     too_many,
 )
+from cupyflash._attention.gpu.spec import HALVES, refuse_dtype, refuse_other_arch
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda.device import Device
@@ -63,12 +64,9 @@ def unsupported_reason(
     forward = problem.forward
     if forward.has_functions and not takes_options:
         return "takes no score or mask function"
-    if f"{device.arch}a" != arch:
-        return f"needs {arch}, {device.name} is {device.arch}"
-    if device.nvrtc < (12, 9):
-        return f"needs NVRTC 12.9 for {arch}, this is {device.nvrtc}"
-    if forward.dtype not in ("float16", "bfloat16"):
-        return f"takes float16 and bfloat16, not {forward.dtype}"
+    reason = refuse_other_arch(arch, device) or refuse_dtype(forward, *HALVES)
+    if reason is not None:
+        return reason
     options = [name for name in OPTIONS if getattr(forward, name) is not None]
     options += ["softcap"] * (forward.softcap > 0)
     if options and not takes_options:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu.fp64.forward import WARP_ROWS, unsupported_reason
+from cupyflash._attention.gpu.gradient_config import rows_config
+from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -48,39 +49,25 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class TensorFloat64VjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class TensorFloat64VjpKernel(BackwardSpec):
     """float64 tensor cores: blocks of one kernel own queries, those of the other keys.
 
     `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
-    dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
-    fast: bool = True  # must not spill
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         counts, most = self.counts(problem, device), self.dims[-1]
         return unsupported_reason(problem.forward, device, most, counts, self.fitting)
 
-    def counts(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         forward = problem.forward
         return {
             "queries": (forward.seqlen_q, _MOST_COUNTED),
             "keys": (forward.seqlen_k, _MOST_COUNTED),
         }
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled."""
-        return max(attention_config.compiled_dims(forward, self.dims))
 
     def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
         """The tiles that fit on `device`.
@@ -110,16 +97,8 @@ class TensorFloat64VjpKernel:
         """Chunks of columns of a gradient: a block computes all of them."""
         return 1
 
-    def config(
-        self,
-        part: str,
-        tile: Tile,
-        forward: AttentionProblem,
-        batch_dims: int,
-        grad: str,
-        num_blocks: int,
-    ) -> LaunchConfig:
-        """The launch of a part."""
+    def config(self, part, tile, forward, batch_dims, grad, num_blocks) -> LaunchConfig:
+        """The launch of a part; `grad` is the dtype that it writes."""
         dim = self.dim(forward)
         return attention_config.launch_config(
             forward,
@@ -136,10 +115,16 @@ class TensorFloat64VjpKernel:
             **attention_config.two_level_sum(forward, part),
         )
 
+    def configs(self, forward, batch_dims, device, everything):
+        """See BackwardSpec; dbias belongs to the portable row."""
+        yield rows_config(forward, batch_dims)
+        for tile in self.fitting(forward, device)[: None if everything else 1]:
+            for part in _SOURCES:
+                yield self.config(part, tile, forward, batch_dims, "float64", 1)
+
 
 TILED_F64_VJP = TensorFloat64VjpKernel(
     name="tiled_f64",
-    methods=("tiled", "auto"),
     dims=(32, 64, 96, 128),
     tiles=(
         (

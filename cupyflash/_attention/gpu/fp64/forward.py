@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.spec import ForwardSpec, refuse_dtype
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -62,8 +63,8 @@ def unsupported_reason(
 
     `tiles` are those that fit on the device.
     """
-    if problem.dtype != "float64":
-        return f"takes float64, not {problem.dtype}"
+    if reason := refuse_dtype(problem, "float64"):
+        return reason
     if device.arch not in ARCHS:
         return f"{device.arch} has no fast tensor cores for float64"
     heads = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
@@ -79,31 +80,22 @@ def unsupported_reason(
     return None
 
 
-@dataclass(frozen=True)
-class TensorFloat64Kernel:
+@dataclass(frozen=True, kw_only=True)
+class TensorFloat64Kernel(ForwardSpec):
     """float64 tensor cores.
 
     `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     most_alone: int  # the most columns of v for whose sums a warp has registers
-    fast: bool = True  # must not spill
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         counts = self.counts(problem, device)
         return unsupported_reason(problem, device, self.dims[-1], counts, self._tiles)
 
-    def counts(
-        self, problem: AttentionProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         return {"keys": (problem.seqlen_k, attention_config.MOST_COUNTED)}
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
@@ -141,26 +133,14 @@ class TensorFloat64Kernel:
             lambda tile: share * device.num_sms * tile.min_blocks,
         )
 
-    def split_kv(
-        self, problem: AttentionProblem, device: Device
-    ) -> attention_config.SplitKV:
-        """The split of the keys."""
+    def split_kv(self, problem, device) -> attention_config.SplitKV:
         tiles = self._tiles(problem, device)
         tile = attention_config.largest_full(tiles, problem.seqlen_q)
         # A single warp has more.
         blocks = tile.min_blocks if tile != tiles[-1] else 4
         return attention_config.split_to_fill(problem, device, tile.block_m, blocks)
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
-        """The launch, in a tuple of one."""
-        return (self.config(self.tile(problem, device), problem, batch_dims),)
-
-    def config(
-        self, tile: Tile, problem: AttentionProblem, batch_dims: int
-    ) -> LaunchConfig:
-        """The launch with a given tile."""
+    def config(self, tile, problem, batch_dims) -> LaunchConfig:
         dims = self._dims(problem)
         switches: dict[str, Any] = {
             "HEAD_DIM": dims[0],
@@ -189,7 +169,6 @@ class TensorFloat64Kernel:
 
 TILED_F64 = TensorFloat64Kernel(
     name="tiled_f64",
-    methods=("tiled", "auto"),
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.

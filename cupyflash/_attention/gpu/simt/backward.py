@@ -1,11 +1,13 @@
 """Gradient kernels for any GPU: their tiles, and how they are launched."""
 
+import itertools
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.gradient_config import rows_config
 from cupyflash._attention.gpu.simt.forward import Tile, TileLadder, padded_dim
+from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -34,8 +36,8 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class VjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class VjpKernel(BackwardSpec):
     """Kernels that compute gradients without scores in memory.
 
     One for delta, then one whose blocks own queries (dq), one whose blocks own keys (dk
@@ -43,15 +45,9 @@ class VjpKernel:
     chunks of columns up to a bound, from large to small.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: TileLadder
-    fast: bool = False  # must not spill
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         reason = kernel.refuse_old_device(problem.forward.dtype, device)
         if reason is None and not self.fitting(problem.forward, device):
             reason = (
@@ -90,14 +86,7 @@ class VjpKernel:
         return -(-dim // self.chunk(forward)[0])
 
     def config(
-        self,
-        part: str,
-        tile: Tile,
-        forward: AttentionProblem,
-        batch_dims: int,
-        grad: str,
-        num_blocks: int,
-        **more,
+        self, part, tile, forward, batch_dims, grad, num_blocks, **more
     ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes."""
         chunk, single = self.chunk(forward)
@@ -125,11 +114,26 @@ class VjpKernel:
             **more,
         )
 
+    def configs(self, forward, batch_dims, device, everything):
+        grads = {forward.dtype: None, forward.compute_dtype: None}
+        sums = [(0, 0), (1, 0), (0, 1)]
+        tiles = self.fitting(forward, device)
+        if not everything:
+            grads, sums, tiles = (forward.dtype,), sums[:2], tiles[:1]
+        yield rows_config(forward, batch_dims)
+        for tile in tiles:
+            for part, grad in itertools.product(("queries", "keys"), grads):
+                yield self.config(part, tile, forward, batch_dims, grad, 1)
+            if forward.bias is not None:
+                for queries, keys in sums:
+                    yield self.config(
+                        "bias", tile, forward, batch_dims, forward.bias, 1,
+                        SUM_QUERIES=queries, SUM_KEYS=keys,
+                    )  # fmt: skip
+
 
 TILED_VJP = VjpKernel(
     name="tiled",
-    methods=("tiled", "auto"),
-    fast=True,
     tiles={
         4: (
             (64, (Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 128))),

@@ -18,6 +18,7 @@ from cupyflash._attention.gpu.config import (
     two_level_sum,
     without_options,
 )
+from cupyflash._attention.gpu.spec import ForwardSpec
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
@@ -63,8 +64,8 @@ def nothing_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) ->
 TileLadder = dict[int, tuple[tuple[float, tuple[Tile, ...]], ...]]
 
 
-@dataclass(frozen=True)
-class FusedKernel:
+@dataclass(frozen=True, kw_only=True)
+class FusedKernel(ForwardSpec):
     """A kernel without scores in memory.
 
     The name is also the stem of ``cuda_src/attention/simt/<name>.cu`` and, after
@@ -72,12 +73,9 @@ class FusedKernel:
     for head dimensions up to a bound, from large to small.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: TileLadder
     smem: Callable[[Tile, int, int, int], int] = nothing_shared
     dims_compiled: bool = False  # head_dim and head_dim_v are constants of the kernel
-    fast: bool = False  # must not spill
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
         return padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
@@ -97,10 +95,7 @@ class FusedKernel:
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         reason = kernel.refuse_old_device(problem.dtype, device)
         if reason is None and not self._tiles(problem, device):
             reason = (
@@ -124,8 +119,7 @@ class FusedKernel:
             lambda tile: 1.5 * device.num_sms,
         )
 
-    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys."""
+    def split_kv(self, problem, device) -> SplitKV:
         # Results of 16-bit splits would be rounded; a method shows only its own idea.
         may_split = problem.dtype in ("float32", "float64")
         if not may_split or problem.method == "online":
@@ -133,16 +127,7 @@ class FusedKernel:
         tile = largest_full(self._tiles(problem, device), problem.seqlen_q)
         return split_to_fill(problem, device, tile.block_m)
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
-        """The launch, in a tuple of one."""
-        return (self.config(self.tile(problem, device), problem, batch_dims),)
-
-    def config(
-        self, tile: Tile, problem: AttentionProblem, batch_dims: int
-    ) -> LaunchConfig:
-        """The launch with a given tile."""
+    def config(self, tile, problem, batch_dims) -> LaunchConfig:
         shape = {
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -169,33 +154,25 @@ class FusedKernel:
         )
 
 
-@dataclass(frozen=True)
-class UnfusedKernel:
+@dataclass(frozen=True, kw_only=True)
+class UnfusedKernel(ForwardSpec):
     """Scores in memory: matmul, a kernel over their rows, matmul, a kernel for out.
 
     `in_input_dtype` keeps scores and P in the dtype of the input, otherwise they have
     that of the sums.
     """
 
-    name: str
-    methods: tuple[str, ...]
     in_input_dtype: bool = False
     num_threads: int = 256
     fast: bool = False
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         if problem.keys_of_part is not None:
             return "holds the scores of all keys at once"
         reason = kernel.refuse_old_device(problem.dtype, device)
         return reason or too_many(self.counts(problem, device))
 
-    def counts(
-        self, problem: AttentionProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         most = (1 << 31) - 1  # of cuBLAS, by CuPy
         heads = math.prod(problem.batch) * problem.num_kv_heads
         return {
@@ -209,9 +186,7 @@ class UnfusedKernel:
         """dtype of S and P."""
         return problem.dtype if self.in_input_dtype else problem.compute_dtype
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
+    def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         """The kernel after the first matmul and the one after the second."""
         elem = self.scores_dtype(problem)
         rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
@@ -241,10 +216,8 @@ class UnfusedKernel:
 
 TILED = FusedKernel(
     name="tiled",
-    methods=("tiled", "auto"),
     smem=rows_in_shared,
     dims_compiled=True,
-    fast=True,
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
         4: (
@@ -289,6 +262,7 @@ TILED = FusedKernel(
 ONLINE = FusedKernel(
     name="online",
     methods=("online", "tiled", "auto"),
+    fast=False,
     tiles=dict.fromkeys(
         (4, 8),
         (

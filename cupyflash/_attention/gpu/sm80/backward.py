@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
-    compiled_dims,
     has_terms,
     holds_blocks,
     launch_config,
@@ -19,8 +17,14 @@ from cupyflash._attention.gpu.config import (
     too_many,
     without_options,
 )
+from cupyflash._attention.gpu.spec import (
+    HALVES,
+    BackwardSpec,
+    refuse_before_sm80,
+    refuse_dtype,
+    refuse_width,
+)
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
@@ -119,8 +123,8 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class MmaVjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class MmaVjpKernel(BackwardSpec):
     """FlashAttention-2 gradients by mma.sync, for 16-bit inputs, with all options.
 
     `tiles` belong to the kernel whose blocks own keys, without and with score options
@@ -129,25 +133,19 @@ class MmaVjpKernel:
     options other than the bias.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: dict[bool, _Tiles]
     query_tiles: dict[bool, _Tiles]
     bias_tiles: dict[bool, _Tiles]
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        if device.cc < (8, 0):
-            return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if forward.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {forward.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(forward, name)) > DIMS[-1]:
-                return f"{name} {n} is above {DIMS[-1]}"
+        reason = (
+            refuse_before_sm80(device)
+            or refuse_dtype(forward, *HALVES)
+            or refuse_width(forward, DIMS[-1])
+        )
+        if reason is not None:
+            return reason
         if forward.seqlen_k == 0:
             return "there are no keys"
         terms = math.prod(forward.batch) * forward.group_size * forward.seqlen_q
@@ -160,10 +158,7 @@ class MmaVjpKernel:
             return too_large(forward, device)
         return None
 
-    def counts(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         return counted(problem.forward)
 
     def _num_kept(self, problem):
@@ -173,10 +168,6 @@ class MmaVjpKernel:
             return math.prod(shape[: max(0, len(shape) - 3)])
 
         return max(entries(problem.k_shape), entries(problem.v_shape), 1)
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimension as it is compiled; zeros pad."""
-        return max(compiled_dims(forward, DIMS))
 
     def tile(
         self, part: str, forward: AttentionProblem, device: Device
@@ -190,14 +181,7 @@ class MmaVjpKernel:
         return next((tile for tile in tiles[dim] if tile.fits(part, dim, device)), None)
 
     def config(
-        self,
-        part: str,
-        tile: MmaVjpTile,
-        forward: AttentionProblem,
-        batch_dims: int,
-        grad: str,
-        num_blocks: int,
-        **more,
+        self, part, tile, forward, batch_dims, grad, num_blocks, **more
     ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes.
 
@@ -260,14 +244,7 @@ class MmaVjpKernel:
         in_cache = gradient_limits.in_cache(device, entry_bytes)
         return gradient_limits.section(num_kept, in_cache)
 
-    def configs(
-        self,
-        forward: AttentionProblem,
-        batch_dims: int,
-        device: Device,
-        everything: bool,
-    ) -> Iterator[LaunchConfig]:
-        """All launches of a problem, for the list of what can be compiled."""
+    def configs(self, forward, batch_dims, device, everything):
         tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))
         if tile is None or own is None:
             return
@@ -312,7 +289,7 @@ def _has_more(forward):
 
 MMA_VJP = MmaVjpKernel(
     name="mma",
-    methods=("tiled", "auto"),
+    dims=DIMS,
     tiles={
         False: {
             64: (

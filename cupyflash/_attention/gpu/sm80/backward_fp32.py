@@ -1,13 +1,11 @@
 """The kernel spec of float32 gradients on tensor cores of sm_80 and newer."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
-    compiled_dims,
     has_terms,
     holds_blocks,
     launch_config,
@@ -18,9 +16,15 @@ from cupyflash._attention.gpu.config import (
     two_level_sum,
     without_options,
 )
+from cupyflash._attention.gpu.gradient_config import rows_config
 from cupyflash._attention.gpu.sm80.backward import counted, too_large
+from cupyflash._attention.gpu.spec import (
+    BackwardSpec,
+    refuse_before_sm80,
+    refuse_dtype,
+    refuse_width,
+)
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
@@ -82,35 +86,29 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class MmaSplitVjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class MmaSplitVjpKernel(BackwardSpec):
     """FlashAttention-2 gradients by mma.sync, for float32 as float16 parts.
 
     `tiles` belong to the kernels "_queries" and "_keys", without and with score options
     (bias, mask, softcap, alibi), which need registers.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Tiles]
     # The least queries, and keys, for which splitting float32 pays off.
     least: int = 64
     # Allowed bytes of split k and v per byte of out.
     most_split_bytes: float = 4
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        if device.cc < (8, 0):
-            return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if forward.dtype != "float32":
-            return f"takes float32, not {forward.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(forward, name)) > DIMS[-1]:
-                return f"{name} {n} is above {DIMS[-1]}"
+        reason = (
+            refuse_before_sm80(device)
+            or refuse_dtype(forward, "float32")
+            or refuse_width(forward, DIMS[-1])
+        )
+        if reason is not None:
+            return reason
         if min(forward.seqlen_q, forward.seqlen_k) < self.least:
             return f"splits float32 from {self.least} queries and keys on"
         if reason := too_many(self.counts(problem, device)):
@@ -126,19 +124,12 @@ class MmaSplitVjpKernel:
             return too_large(forward, device)
         return None
 
-    def counts(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         return counted(problem.forward)
 
     def parts(self, forward: AttentionProblem) -> int:
         """float16 numbers per number of the input."""
         return 2 if forward.precision == "float32" else 1
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimension as it is compiled; zeros pad."""
-        return max(compiled_dims(forward, DIMS))
 
     def tile(
         self, part: str, forward: AttentionProblem, device: Device
@@ -151,16 +142,9 @@ class MmaSplitVjpKernel:
         )
 
     def config(
-        self,
-        part: str,
-        tile: MmaSplitVjpTile | None,
-        forward: AttentionProblem,
-        batch_dims: int,
-        grad: str,
-        num_blocks: int,
-        **more,
+        self, part, tile, forward, batch_dims, grad, num_blocks, **more
     ) -> LaunchConfig:
-        """The launch of a part; `grad` is the dtype it writes."""
+        """The launch of a part; `grad` is the dtype that it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
         threads, smem = _PREPARE_THREADS, 0
         switches: dict[str, Any] = {
@@ -206,10 +190,7 @@ class MmaSplitVjpKernel:
         heads = num_heads(forward)
         return heads * granules(forward.seqlen_q) * _STATS
 
-    def section(
-        self, part: str, forward: AttentionProblem, device: Device, num_kept: int,
-        num_summed: int,
-    ) -> int:  # fmt: skip
+    def section(self, part, forward, device, num_kept, num_summed) -> int:
         """Kept entries whose split tiles of the other rows fit into the L2 cache.
 
         If all tiles are alike, those of one entry follow each other.
@@ -222,14 +203,8 @@ class MmaSplitVjpKernel:
         in_cache = gradient_limits.in_cache(device, entry_bytes)
         return gradient_limits.section(num_kept, in_cache)
 
-    def configs(
-        self,
-        forward: AttentionProblem,
-        batch_dims: int,
-        device: Device,
-        everything: bool,
-    ) -> Iterator[LaunchConfig]:
-        """All launches of a problem, for the list of what can be compiled."""
+    def configs(self, forward, batch_dims, device, everything):
+        yield rows_config(forward, batch_dims)
         yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
         dim, parts = self.dim(forward), self.parts(forward)
         for part in _PARTS:
@@ -276,7 +251,7 @@ _QUERIES: _Tiles = {
 
 MMA_SPLIT_VJP = MmaSplitVjpKernel(
     name="mma_split",
-    methods=("tiled", "auto"),
+    dims=DIMS,
     tiles={
         ("_queries", False): _QUERIES,
         ("_queries", True): {

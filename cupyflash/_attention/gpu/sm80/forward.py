@@ -25,6 +25,13 @@ from cupyflash._attention.gpu.config import (
     two_level_sum,
     without_options,
 )
+from cupyflash._attention.gpu.spec import (
+    HALVES,
+    ForwardSpec,
+    refuse_before_sm80,
+    refuse_dtype,
+    refuse_width,
+)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -117,8 +124,8 @@ def smem_bytes(
 _Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
 
 
-@dataclass(frozen=True)
-class MmaKernel:
+@dataclass(frozen=True, kw_only=True)
+class MmaKernel(ForwardSpec):
     """FlashAttention-2 by mma.sync, for 16-bit inputs or float32 in parts.
 
     `tiles` maps what is multiplied ("float16", "float32", "tf32"; the latter two with "
@@ -127,24 +134,18 @@ class MmaKernel:
     ladder.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Ladder]
     # The least queries, and keys, for which splitting float32 pays off.
     least: int = 64
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
-        if device.cc < (8, 0):
-            return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if problem.dtype == "float64":
-            return "takes float16, bfloat16 and float32, not float64"
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(problem, name)) > DIMS[-1]:
-                return f"{name} {n} is above {DIMS[-1]}"
+    def unsupported_reason(self, problem, device) -> str | None:
+        reason = (
+            refuse_before_sm80(device)
+            or refuse_dtype(problem, *HALVES, "float32")
+            or refuse_width(problem, DIMS[-1])
+        )
+        if reason is not None:
+            return reason
         shortest = min(problem.seqlen_q, problem.seqlen_k)
         if problem.dtype == "float32" and shortest < self.least:
             if (
@@ -166,10 +167,7 @@ class MmaKernel:
             )
         return None
 
-    def counts(
-        self, problem: AttentionProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         return {
             "queries": (problem.seqlen_q, _MOST_COUNTED),
             "keys": (problem.seqlen_k, _MOST_COUNTED),
@@ -188,8 +186,8 @@ class MmaKernel:
         both = problem.dtype == "float32" and problem.precision == "float32"
         return 2 if both else 1
 
-    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys: two blocks of 64 queries per multiprocessor.
+    def split_kv(self, problem, device) -> SplitKV:
+        """Two blocks of 64 queries per multiprocessor.
 
         16-bit inputs have none, since results of splits would be rounded.
         """
@@ -333,9 +331,7 @@ class MmaKernel:
             lambda tile: device.num_sms,
         )
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
+    def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         """The launch, preceded by the one that splits keys in advance, if any."""
         tile = self.tile(problem, device)
         rounds = self.rounds(tile, problem, device.num_sms)
@@ -353,13 +349,7 @@ class MmaKernel:
             "PARTS": self.parts(problem),
         }
 
-    def config(
-        self,
-        tile: MmaTile,
-        problem: AttentionProblem,
-        batch_dims: int,
-        rounds: int = 1,
-    ) -> LaunchConfig:
+    def config(self, tile, problem, batch_dims, rounds=1) -> LaunchConfig:
         """The launch with a given tile, and tiles of queries per block."""
         switches = {
             **self._switches(tile, problem),
@@ -391,9 +381,7 @@ class MmaKernel:
         grid = num_blocks, min(heads, _GRID_Y), -(-heads // _GRID_Y)
         return LaunchConfig(variant, grid, (tile.num_threads,))
 
-    def prepare_config(
-        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
-    ) -> LaunchConfig:
+    def prepare_config(self, tile, problem, batch_dims) -> LaunchConfig:
         """The launch that splits keys and values; only lengths matter to it."""
         threads = _PREPARE_THREADS
         switches = {
@@ -449,7 +437,6 @@ _ONE_PART: _Ladder = (
 
 MMA = MmaKernel(
     name="mma",
-    methods=("tiled", "auto"),
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
         ("float16", False): (

@@ -15,8 +15,8 @@ from cupyflash._attention.gpu.sm80.short_forward import (
     matrix_bytes,
     most_registers,
 )
+from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
@@ -29,27 +29,21 @@ SHORT_GRADS = Struct(
 )
 
 
-@dataclass(frozen=True)
-class MmaShortVjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class MmaShortVjpKernel(BackwardSpec):
     """All gradients of a head in one launch by mma.sync, with all its keys on chip.
 
     `registers` belong to most_registers(), by the largest of head dimensions, queries
     and keys.
     """
 
-    name: str
-    methods: tuple[str, ...]
     registers: dict[int, tuple[tuple[float, int], ...]]
     most_keys: int = 112  # more spill
     # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
     most_columns_with_options: int = 64
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         reason = short_forward.unsupported_reason(forward, device, self.most_keys)
         if reason is not None:
@@ -113,10 +107,12 @@ class MmaShortVjpKernel:
             GRAD_T=CUDA_TYPES[forward.dtype],
         )
 
+    def configs(self, forward, batch_dims, device, everything):
+        return (self.config(forward, batch_dims, device),)
+
 
 MMA_SHORT_VJP = MmaShortVjpKernel(
     name="mma_short",
-    methods=("tiled", "auto"),
     registers={
         2: ((32, 96), (64, 136), (math.inf, 255)),
         4: ((32, 168), (math.inf, 255)),

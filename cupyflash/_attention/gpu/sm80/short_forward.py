@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.config import (
-    SplitKV,
-    compiled_dims,
-    is_plain,
-    launch_config,
+from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
+from cupyflash._attention.gpu.spec import (
+    HALVES,
+    ForwardSpec,
+    refuse_before_sm80,
+    refuse_dtype,
+    refuse_width,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
@@ -51,10 +53,9 @@ def unsupported_reason(
     problem: AttentionProblem, device: Device, most_keys: int
 ) -> str | None:
     """Why no kernel for short entries supports `problem`, or None."""
-    if device.cc < (8, 0):
-        return f"needs sm_80 or newer, {device.name} is {device.arch}"
-    if problem.dtype == "float64":
-        return "takes float16, bfloat16 and float32, not float64"
+    reason = refuse_before_sm80(device) or refuse_dtype(problem, *HALVES, "float32")
+    if reason is not None:
+        return reason
     if problem.has_functions:
         return "takes no score or mask function"
     if problem.keys_of_part is not None:
@@ -62,9 +63,8 @@ def unsupported_reason(
     for name, most in (("seqlen_q", MOST_QUERIES), ("seqlen_k", most_keys)):
         if not 1 <= (n := getattr(problem, name)) <= most:
             return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"
-    for name in ("head_dim", "head_dim_v"):
-        if (n := getattr(problem, name)) > DIMS[-1]:
-            return f"{name} {n} is above {DIMS[-1]}"
+    if reason := refuse_width(problem, DIMS[-1]):
+        return reason
     if (heads := num_kv_heads(problem)) < device.num_sms:
         return f"takes a head of k for each of {device.num_sms} blocks, not {heads}"
     return None
@@ -122,24 +122,18 @@ def config(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class MmaShortKernel:
+@dataclass(frozen=True, kw_only=True)
+class MmaShortKernel(ForwardSpec):
     """Attention by mma.sync with all keys of a head on chip.
 
     `most_keys` maps the size of an element to how many keys pay off up to a number of
     queries; `registers` belong to most_registers(), by the keys.
     """
 
-    name: str
-    methods: tuple[str, ...]
     registers: dict[int, tuple[tuple[float, int], ...]]
     most_keys: dict[int, tuple[tuple[int, int], ...]]
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         ladder = self.most_keys.get(ITEMSIZE[problem.dtype], ((MOST_QUERIES, 0),))
         queries = min(problem.seqlen_q, MOST_QUERIES)
         reason = unsupported_reason(problem, device, by_threshold(ladder, queries))
@@ -165,14 +159,7 @@ class MmaShortKernel:
             keys, dim_v, itemsize
         )
 
-    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys: none."""
-        return SplitKV(1, problem.seqlen_k)
-
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
-        """The launch, in a tuple of one."""
+    def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         keys = in_tiles(problem.seqlen_k)
         if max(dims(problem)) > _NARROW:  # wide heads take the registers of many keys
             keys = max(keys, _NARROW)
@@ -191,7 +178,6 @@ class MmaShortKernel:
 
 MMA_SHORT = MmaShortKernel(
     name="mma_short",
-    methods=("tiled", "auto"),
     registers={
         2: ((48, 104), (64, 128), (math.inf, 224)),
         4: ((48, 168), (math.inf, 255)),

@@ -1,19 +1,19 @@
 """The gradient row of attention for sm_90a: tensor cores and TMA."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
+from cupyflash._attention.gpu.config import is_plain, launch_config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.gpu.spec import BackwardSpec, refuse_smem
 from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
 # Keys of a tile, threads of a block, and those of the main kernel, which has a producer
 # warpgroup.
@@ -46,27 +46,20 @@ def _bounds_of(forward):
     return max(sm90_forward.bounds_of(forward), int(varies))
 
 
-@dataclass(frozen=True)
-class HopperVjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class HopperVjpKernel(BackwardSpec):
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    `dims` are head dimensions as compiled. If sums of dq have no order, a section of
+    If sums of dq have no order, a section of
     heads takes `cache_share` of the L2 cache where queries see a part of the keys, up
     to a number of queries for each head dimension.
     """
 
-    name: str
-    methods: tuple[str, ...]
-    dims: tuple[int, ...]
     cache_share: float
     cache_share_up_to: dict[int, float]
     arch: str = "sm_90a"
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         largest = max(self.dims)
         reason = gradient_limits.unsupported_reason(
@@ -82,12 +75,7 @@ class HopperVjpKernel:
         shared_q = gradient_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "would add to a shared dq in an order that varies"
-        if (smem := self._smem(forward) + _STATIC_BYTES) > device.smem_optin:
-            return (
-                f"needs {smem} bytes of shared memory, a block may have "
-                f"{device.smem_optin}"
-            )
-        return None
+        return refuse_smem(self._smem(forward) + _STATIC_BYTES, device)
 
     def _has_option_alone(self, problem: AttentionVjpProblem) -> bool:
         """Whether alibi, or a mask function, is alone, and the kernel applies it."""
@@ -99,10 +87,6 @@ class HopperVjpKernel:
         if problem.deterministic or not any(map(is_plain, others)):
             return False
         return max(forward.head_dim, forward.head_dim_v) <= max(self.dims)
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimension as it is compiled; zeros pad."""
-        return max(compiled_dims(forward, self.dims))
 
     def block_m(self, forward: AttentionProblem) -> int:
         """Queries of a block: twice as many if sums have half the columns."""
@@ -131,12 +115,7 @@ class HopperVjpKernel:
         return tiles + ds + 2 * 2 * block_m * 4 + 2 * block_m * row + 1024
 
     def config(
-        self,
-        part: str,
-        forward: AttentionProblem,
-        batch_dims: int,
-        num_blocks: int,
-        ordered: bool = False,
+        self, part, forward, batch_dims, num_blocks, ordered=False
     ) -> LaunchConfig:
         """The launch of a part."""
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": self.block_m(forward)}
@@ -164,12 +143,7 @@ class HopperVjpKernel:
         )
 
     def schedule(
-        self,
-        forward: AttentionProblem,
-        device: Device,
-        num_kept: int,
-        num_summed: int,
-        ordered: bool,
+        self, forward, device, num_kept, num_summed, ordered
     ) -> dict[str, Any]:
         """How work tiles are divided, and units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward)
@@ -206,12 +180,7 @@ class HopperVjpKernel:
         }
 
     def split(
-        self,
-        forward: AttentionProblem,
-        device: Device,
-        num_work_tiles: int,
-        num_blocks: int,
-        ordered: bool,
+        self, forward, device, num_work_tiles, num_blocks, ordered
     ) -> tuple[int, int, int]:
         """Work tiles that are cut, blocks of queries of a part, and parts of each.
 
@@ -233,10 +202,9 @@ class HopperVjpKernel:
             return 0, 0, 1
         return left, part_blocks, -(-num_blocks // part_blocks)
 
-    def configs(
-        self, forward: AttentionProblem, batch_dims: int
-    ) -> Iterator[LaunchConfig]:
-        """Every launch except the fallbacks."""
+    def configs(self, forward, batch_dims, device, everything):
+        if batch_dims > MAX_BATCH_AXES:
+            return
         for part in ("_rows", "", "_dq"):
             yield self.config(part, forward, batch_dims, 1)
         if forward.mask_function is not None:
@@ -247,7 +215,6 @@ class HopperVjpKernel:
 
 HOPPER_VJP = HopperVjpKernel(
     name="hopper",
-    methods=("tiled", "auto"),
     dims=(64, 128),
     cache_share=1 / 3,
     cache_share_up_to={64: 2048, 128: math.inf},

@@ -1,27 +1,21 @@
 """The kernel spec of gradients for wide heads and options on sm_90a."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import (
-    compiled_dims,
-    is_plain,
-    launch_config,
-    num_heads,
-)
+from cupyflash._attention.gpu.config import is_plain, launch_config, num_heads
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.gpu.spec import BackwardSpec, refuse_smem
 from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
-from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
+from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
 BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile of the kernel for dq
@@ -91,29 +85,22 @@ _SOURCES = {
 }
 
 
-@dataclass(frozen=True)
-class HopperWideVjpKernel:
+@dataclass(frozen=True, kw_only=True)
+class HopperWideVjpKernel(BackwardSpec):
     """wgmma and TMA, for what the row `hopper` does not support.
 
     These are larger head dimensions, and options. Two kernels with seven products: one
     owns keys (dk, dv), the other queries (dq).
     """
 
-    name: str
-    methods: tuple[str, ...]
     above: int  # the largest head dimension left to the row `hopper`
-    dims: tuple[int, ...]  # as they are compiled; zeros pad
     softcap_up_to: int  # above this head dimension a softcap spills
     # Up to this one `mma` is as fast with lengths, offsets and sinks; with score
     # options it has at most half the speed.
     terms_alone_up_to: int
     arch: str = "sm_90a"
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionVjpProblem, device: Device
-    ) -> str | None:
-        """Why these kernels do not support `problem` on `device`, or None."""
+    def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         largest = self.dims[-1]
         reason = gradient_limits.unsupported_reason(
@@ -129,13 +116,7 @@ class HopperWideVjpKernel:
         if reason := self._refusal_of_options(problem):
             return reason
         smem = max(self._smem(part, forward) for part in _THREADS)
-        smem += _STATIC[not is_plain(forward)]
-        if smem > device.smem_optin:
-            return (
-                f"needs {smem} bytes of shared memory, a block may have "
-                f"{device.smem_optin}"
-            )
-        return None
+        return refuse_smem(smem + _STATIC[not is_plain(forward)], device)
 
     def _refusal_of_options(self, problem):
         forward = problem.forward
@@ -160,10 +141,6 @@ class HopperWideVjpKernel:
         ):
             return "batch entries that share k see different keys"
         return None
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimension as it is compiled; zeros pad."""
-        return max(compiled_dims(forward, self.dims))
 
     def _stages(self, part, forward):
         """The first stages that fit; the last ones if none do."""
@@ -195,12 +172,7 @@ class HopperWideVjpKernel:
         return (6 + stages[0]) * tile + 2 * terms + 1024
 
     def config(
-        self,
-        part: str,
-        forward: AttentionProblem,
-        batch_dims: int,
-        num_blocks: int,
-        makes_dbias: bool = False,
+        self, part, forward, batch_dims, num_blocks, makes_dbias=False
     ) -> LaunchConfig:
         """The launch of a part."""
         # Statistics do not depend on columns; a power of two of threads computes those
@@ -253,10 +225,9 @@ class HopperWideVjpKernel:
         blocks = MMA_VJP.rows_blocks(forward, tile)
         return MMA_VJP.config("_rows", tile, forward, batch_dims, forward.dtype, blocks)
 
-    def configs(
-        self, forward: AttentionProblem, batch_dims: int
-    ) -> Iterator[LaunchConfig]:
-        """Every launch of a problem except the fallbacks."""
+    def configs(self, forward, batch_dims, device, everything):
+        if batch_dims > MAX_BATCH_AXES:
+            return
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:
             yield self.config(part, forward, batch_dims, 1)
@@ -265,14 +236,7 @@ class HopperWideVjpKernel:
         if can_make_dbias(forward):
             yield self.config("_wide_queries", forward, batch_dims, 1, makes_dbias=True)
 
-    def schedule(
-        self,
-        part: str,
-        forward: AttentionProblem,
-        device: Device,
-        num_kept: int,
-        num_summed: int,
-    ) -> dict[str, Any]:
+    def schedule(self, part, forward, device, num_kept, num_summed) -> dict[str, Any]:
         """How the work tiles of a kernel are divided, and units: fields of inputs_t."""
         columns = forward.head_dim + forward.head_dim_v
         if part == "_wide_keys":
@@ -305,7 +269,6 @@ class HopperWideVjpKernel:
 
 HOPPER_WIDE_VJP = HopperWideVjpKernel(
     name="hopper_wide",
-    methods=("tiled", "auto"),
     above=128,
     dims=(64, 128, 192, 256),
     softcap_up_to=192,

@@ -31,6 +31,14 @@ from cupyflash._attention.gpu.sm90.forward_tiles import (
     HopperTile,
     Ladder,
 )
+from cupyflash._attention.gpu.spec import (
+    HALVES,
+    ForwardSpec,
+    refuse_dtype,
+    refuse_other_arch,
+    refuse_smem,
+    refuse_width,
+)
 from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem, MergeProblem
 from cupyflash._core.dtypes import ITEMSIZE
@@ -102,36 +110,28 @@ _TANH_COEFFICIENTS = (
 )
 
 
-@dataclass(frozen=True)
-class HopperKernel:
+@dataclass(frozen=True, kw_only=True)
+class HopperKernel(ForwardSpec):
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
     See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
     """
 
-    name: str
-    methods: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     few: Few
     narrow: dict[tuple[int, int], HopperTile]
     listed: dict[tuple[int, int], Ladder]
     arch: str = "sm_90a"
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
-        if f"{device.arch}a" != self.arch:
-            return f"needs {self.arch}, {device.name} is {device.arch}"
-        if device.nvrtc < (12, 9):
-            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {problem.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(problem, name)) > self.dims[-1]:
-                return f"{name} {n} is above {self.dims[-1]}"
+    def unsupported_reason(self, problem, device) -> str | None:
+        reason = (
+            refuse_other_arch(self.arch, device)
+            or refuse_dtype(problem, *HALVES)
+            or refuse_width(problem, self.dims[-1])
+        )
+        if reason is not None:
+            return reason
         if problem.seqlen_k == 0:
             return "there are no keys"
         if self._are_short(problem, device):
@@ -145,14 +145,11 @@ class HopperKernel:
                 "has too few registers for these options together at head_dim "
                 f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
             )
-        if reason := self._has_long_sums(problem, device):
-            return reason
-        if self._smem(problem) > device.smem_optin:
-            return (
-                f"needs {self._smem(problem)} bytes of shared memory, a block may have "
-                f"{device.smem_optin}"
-            )
-        return too_many(self.counts(problem, device))
+        return (
+            self._has_long_sums(problem, device)
+            or refuse_smem(self._smem(problem), device)
+            or too_many(self.counts(problem, device))
+        )
 
     def _has_long_sums(self, problem, device):
         """Why splits do not keep the sums over keys exact enough, or None."""
@@ -170,10 +167,7 @@ class HopperKernel:
             return f"{reason}, and results of {wanted} splits would take {size} bytes"
         return f"{reason}, and the sinks of these queries are not joined with splits"
 
-    def counts(
-        self, problem: AttentionProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         tile = self.tile(problem)
         num_work_tiles = self._num_tiles(problem, tile) * self.num_splits(
             problem, device
@@ -236,8 +230,8 @@ class HopperKernel:
         most = min(group, HOPPER_GROUP_ROWS // problem.seqlen_q)
         return max((n for n in range(1, most + 1) if group % n == 0), default=1)
 
-    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys by whole tiles, done by the kernel itself."""
+    def split_kv(self, problem, device) -> SplitKV:
+        """By whole tiles, done by the kernel itself."""
         splits = self.num_splits(problem, device)
         return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
 
@@ -334,9 +328,7 @@ class HopperKernel:
         size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
         return columns if size <= _MOST_STAGED else 0
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
+    def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         """The launch, followed by another that combines splits, if there is one."""
         config = self.config(self.tile(problem), problem, batch_dims, device)
         num_splits = self.num_splits(problem, device)
@@ -345,13 +337,7 @@ class HopperKernel:
         states = split_states(problem, num_splits)
         return config, parts_config(states, 1, problem.dtype, "float32")
 
-    def config(
-        self,
-        tile: HopperTile,
-        problem: AttentionProblem,
-        batch_dims: int,
-        device: Device,
-    ) -> LaunchConfig:
+    def config(self, tile, problem, batch_dims, device) -> LaunchConfig:
         """The launch with a given tile."""
         dims = self._dims(problem)
         switches = {
@@ -616,7 +602,6 @@ def has_lengths(problem):
 
 HOPPER = HopperKernel(
     name="hopper",
-    methods=("tiled", "auto"),
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,

@@ -14,8 +14,14 @@ from cupyflash._attention.gpu.config import (
     split_to_fill,
     too_many,
 )
+from cupyflash._attention.gpu.spec import (
+    HALVES,
+    ForwardSpec,
+    refuse_dtype,
+    refuse_other_arch,
+    refuse_width,
+)
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
@@ -30,40 +36,27 @@ _NUM_THREADS = 256
 _BARRIERS = 32  # bytes, after the tiles
 
 
-@dataclass(frozen=True)
-class HopperWideKernel:
+@dataclass(frozen=True, kw_only=True)
+class HopperWideKernel(ForwardSpec):
     """Tensor cores of sm_90a for 16-bit heads of 257 to 576 columns, any strides."""
 
-    name: str
-    methods: tuple[str, ...]
     arch: str = "sm_90a"
-    fast: bool = True
 
-    def unsupported_reason(
-        self, problem: AttentionProblem, device: Device
-    ) -> str | None:
-        """Why this kernel does not support `problem` on `device`, or None."""
-        if f"{device.arch}a" != self.arch:
-            return f"needs {self.arch}, {device.name} is {device.arch}"
-        if device.nvrtc < (12, 9):
-            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+    def unsupported_reason(self, problem, device) -> str | None:
+        if reason := refuse_other_arch(self.arch, device):
+            return reason
         if problem.has_functions:
             return "takes no score or mask function"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {problem.dtype}"
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(problem, name)) > _WIDEST:
-                return f"{name} {n} is above {_WIDEST}"
+        reason = refuse_dtype(problem, *HALVES) or refuse_width(problem, _WIDEST)
+        if reason is not None:
+            return reason
         if max(problem.head_dim, problem.head_dim_v) <= _NARROW:
             return f"is for heads above {_NARROW} columns"
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
         return too_many(self.counts(problem, device))
 
-    def counts(
-        self, problem: AttentionProblem, device: Device
-    ) -> dict[str, tuple[int, int]]:
-        """What is counted in 32 bits: how many there are, and how many may be."""
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
         return {  # coordinates in tensor maps
             "keys": (problem.seqlen_k, MOST_COUNTED),
             "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
@@ -90,14 +83,11 @@ class HopperWideKernel:
         has_map = problem.no_tensor_map is None and batch_dims <= MAX_BATCH_AXES
         return has_map and problem.seqlen_k > 0 and self.dims(problem)[1] <= 512
 
-    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
-        """The split of the keys: one block per multiprocessor."""
+    def split_kv(self, problem, device) -> SplitKV:
+        """One block per multiprocessor."""
         return split_to_fill(problem, device, BLOCK, blocks_per_sm=1)
 
-    def configs(
-        self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[LaunchConfig, ...]:
-        """The launch, in a tuple of one."""
+    def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         dims = self.dims(problem)
         switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
         if not scale_is_plain(problem.scale):
@@ -118,4 +108,4 @@ class HopperWideKernel:
         return (config,)
 
 
-HOPPER_WIDE = HopperWideKernel(name="hopper_wide", methods=("tiled", "auto"))
+HOPPER_WIDE = HopperWideKernel(name="hopper_wide")

@@ -1,7 +1,7 @@
 """Building blocks of kernel tables: variants, launches, the choice of a kernel."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -101,9 +101,9 @@ def refuse_old_device(dtype: str, device: Device) -> str | None:
     return None
 
 
-def by_threshold(ladder: Sequence[tuple[float, Any]], size: float) -> Any:
-    """The value of the first step ``(upper bound, value)`` that `size` fits under."""
-    return next(value for bound, value in ladder if size <= bound)
+def by_threshold(ladder: Mapping[float, Any], size: float) -> Any:
+    """The value of the first upper bound that `size` fits under."""
+    return next(value for bound, value in ladder.items() if size <= bound)
 
 
 def select(

@@ -98,7 +98,7 @@ def test_architectures_are_read(arch, cc):
 
 
 def test_by_threshold():
-    ladder = ((32, "warp"), (1024, "block"), (math.inf, "grid"))
+    ladder = {32: "warp", 1024: "block", math.inf: "grid"}
     sizes = (0, 32, 33, 1024, 1025, 10**12)
     steps = [kernel.by_threshold(ladder, n) for n in sizes]
     assert steps == ["warp", "warp", "block", "block", "grid", "grid"]

@@ -40,7 +40,7 @@ def _on_chip_pairs(size, widest):
 def _summed(size, widest):
     """A length for each step of the ladder, and long rows that are few or many."""
     vector = on_chip.VECTOR_BYTES // size
-    steps = (n for n, _ in SUMS.get(size, ()))
+    steps = SUMS.get(size, ())
     return [*(n * vector for n in (*steps, WARP_SUM)), 1 << 17, _FEW]
 
 
@@ -48,9 +48,7 @@ def _below(longest, *lengths):
     return [n for n in lengths if n < longest]
 
 
-WALKED = _rows_of(
-    lambda size, widest: [*(int(min(n, _FEW - 1)) for n, _ in LANES), _FEW]
-)
+WALKED = _rows_of(lambda size, widest: [*(int(min(n, _FEW - 1)) for n in LANES), _FEW])
 ON_CHIP_ROWS = _rows_of(
     lambda size, widest: _steps(
         on_chip.VECTOR_BYTES // widest, (*on_chip.FORWARD, *on_chip.FORWARD_CLUSTERS)

@@ -56,7 +56,7 @@ class TensorFloat64VjpKernel(BackwardSpec):
     `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
-    tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
+    tiles: dict[float, tuple[Tile, ...]]
 
     def unsupported_reason(self, problem, device) -> str | None:
         counts, most = self.counts(problem, device), self.dims[-1]
@@ -126,18 +126,15 @@ class TensorFloat64VjpKernel(BackwardSpec):
 TILED_F64_VJP = TensorFloat64VjpKernel(
     name="tiled_f64",
     dims=(32, 64, 96, 128),
-    tiles=(
-        (
-            64,
-            (
-                Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),
-                Tile(64, 32),
-                Tile(32, 64, spills_on=("sm_100",), spills_with_softcap=True),
-                Tile(32, 32),
-                Tile(16, 64, spills_on=("sm_100",), spills_with_softcap=True),
-                Tile(16, 32),
-            ),
+    tiles={
+        64: (
+            Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),
+            Tile(64, 32),
+            Tile(32, 64, spills_on=("sm_100",), spills_with_softcap=True),
+            Tile(32, 32),
+            Tile(16, 64, spills_on=("sm_100",), spills_with_softcap=True),
+            Tile(16, 32),
         ),
-        (128, (Tile(64), Tile(32), Tile(16))),
-    ),
+        128: (Tile(64), Tile(32), Tile(16)),
+    },
 )

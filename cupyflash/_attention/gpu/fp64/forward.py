@@ -87,7 +87,7 @@ class TensorFloat64Kernel(ForwardSpec):
     `tiles` maps head dimensions up to a bound to tiles from large to small.
     """
 
-    tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
+    tiles: dict[float, tuple[Tile, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
     most_alone: int  # the most columns of v for whose sums a warp has registers
 
@@ -172,53 +172,41 @@ TILED_F64 = TensorFloat64Kernel(
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
-    tiles=(
-        (
-            64,
-            (
-                Tile(128, 64, 3, only_plain=True),
-                Tile(64, 64, 2, min_blocks=2, only_plain=True),
-                Tile(32, 64, 2, min_blocks=2, only_plain=True),
-                Tile(16, 64, 2, only_plain=True),
-                Tile(64, 32, 2, min_blocks=2),
-                Tile(32, 32, 2, min_blocks=2),
-                Tile(16, 32, 2),
-            ),
+    tiles={
+        64: (
+            Tile(128, 64, 3, only_plain=True),
+            Tile(64, 64, 2, min_blocks=2, only_plain=True),
+            Tile(32, 64, 2, min_blocks=2, only_plain=True),
+            Tile(16, 64, 2, only_plain=True),
+            Tile(64, 32, 2, min_blocks=2),
+            Tile(32, 32, 2, min_blocks=2),
+            Tile(16, 32, 2),
         ),
-        (
-            128,
-            (
-                Tile(128, 32, 3),
-                Tile(64, 32, 3),
-                Tile(32, 32, 3),
-                Tile(16, 32, 3),
-                Tile(64, 32, 2, before_hopper=True),
-                Tile(32, 32, 2, before_hopper=True),
-                Tile(16, 32, 2, before_hopper=True),
-            ),
+        128: (
+            Tile(128, 32, 3),
+            Tile(64, 32, 3),
+            Tile(32, 32, 3),
+            Tile(16, 32, 3),
+            Tile(64, 32, 2, before_hopper=True),
+            Tile(32, 32, 2, before_hopper=True),
+            Tile(16, 32, 2, before_hopper=True),
         ),
-        (
-            192,
-            (
-                Tile(64, 16, 3, sharers=2),
-                Tile(32, 16, 3, sharers=2),
-                Tile(16, 16, 3, sharers=2),
-                Tile(64, 32, 2, sharers=2, before_hopper=True),
-                Tile(32, 32, 2, sharers=2, before_hopper=True),
-                Tile(16, 32, 2, sharers=2, before_hopper=True),
-            ),
+        192: (
+            Tile(64, 16, 3, sharers=2),
+            Tile(32, 16, 3, sharers=2),
+            Tile(16, 16, 3, sharers=2),
+            Tile(64, 32, 2, sharers=2, before_hopper=True),
+            Tile(32, 32, 2, sharers=2, before_hopper=True),
+            Tile(16, 32, 2, sharers=2, before_hopper=True),
         ),
-        (
-            256,
-            (
-                Tile(64, 16, 3, sharers=2, in_registers=1),
-                Tile(32, 16, 3, sharers=2),
-                Tile(16, 16, 3, sharers=2),
-                Tile(32, 16, 2, sharers=2, before_hopper=True),
-                Tile(16, 16, 2, sharers=2, before_hopper=True),
-            ),
+        256: (
+            Tile(64, 16, 3, sharers=2, in_registers=1),
+            Tile(32, 16, 3, sharers=2),
+            Tile(16, 16, 3, sharers=2),
+            Tile(32, 16, 2, sharers=2, before_hopper=True),
+            Tile(16, 16, 2, sharers=2, before_hopper=True),
         ),
-    ),
+    },
 )
 
 

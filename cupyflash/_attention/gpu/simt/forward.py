@@ -60,8 +60,8 @@ def nothing_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) ->
     return 0
 
 
-# By the size of an accumulator: (largest head dimension, tiles from large to small).
-TileLadder = dict[int, tuple[tuple[float, tuple[Tile, ...]], ...]]
+# By the size of an accumulator and the largest head dimension: tiles, large to small.
+TileLadder = dict[int, dict[float, tuple[Tile, ...]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class FusedKernel(ForwardSpec):
         dims = self._dims(problem)
         itemsize = ITEMSIZE[problem.compute_dtype]
         ladder = self.tiles[itemsize]
-        if max(dims) > ladder[-1][0]:
+        if max(dims) > max(ladder):
             return ()
         tiles = [
             tile
@@ -220,58 +220,48 @@ TILED = FusedKernel(
     dims_compiled=True,
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
-        4: (
-            (
-                64,
-                (Tile(64, 64, 128, min_blocks=3), Tile(32, 64, 128), Tile(16, 64, 128)),
+        4: {
+            64: (Tile(64, 64, 128, min_blocks=3), Tile(32, 64, 128), Tile(16, 64, 128)),
+            128: (Tile(64, 64, 128), Tile(32, 64, 128), Tile(16, 64, 128)),
+            256: (
+                # With options it spills on sm_80.
+                Tile(64, 64, 256, only_plain=True),
+                # With options it spills.
+                Tile(32, 64, 128, only_plain=True),
+                Tile(32, 32, 128),
+                Tile(16, 32, 128),
+                Tile(16, 64, 128),
             ),
-            (128, (Tile(64, 64, 128), Tile(32, 64, 128), Tile(16, 64, 128))),
-            (
-                256,
-                (
-                    # With options it spills on sm_80.
-                    Tile(64, 64, 256, only_plain=True),
-                    # With options it spills.
-                    Tile(32, 64, 128, only_plain=True),
-                    Tile(32, 32, 128),
-                    Tile(16, 32, 128),
-                    Tile(16, 64, 128),
-                ),
+            512: (Tile(16, 32, 128), Tile(8, 16, 64)),
+            768: (Tile(16, 16, 128), Tile(8, 16, 64)),
+        },
+        8: {
+            64: (Tile(32, 32, 128, min_blocks=3), Tile(16, 32, 128)),
+            128: (Tile(32, 32, 128), Tile(16, 32, 128), Tile(16, 16, 128)),
+            256: (
+                Tile(32, 32, 256),
+                Tile(16, 32, 128),
+                Tile(16, 16, 128),
+                Tile(8, 16, 128),
             ),
-            (512, (Tile(16, 32, 128), Tile(8, 16, 64))),
-            (768, (Tile(16, 16, 128), Tile(8, 16, 64))),
-        ),
-        8: (
-            (64, (Tile(32, 32, 128, min_blocks=3), Tile(16, 32, 128))),
-            (128, (Tile(32, 32, 128), Tile(16, 32, 128), Tile(16, 16, 128))),
-            (
-                256,
-                (
-                    Tile(32, 32, 256),
-                    Tile(16, 32, 128),
-                    Tile(16, 16, 128),
-                    Tile(8, 16, 128),
-                ),
-            ),
-            (512, (Tile(8, 16, 128),)),
-        ),
+            512: (Tile(8, 16, 128),),
+        },
     },
 )
+
+_BY_COLUMNS: dict[float, tuple[Tile, ...]] = {
+    32: (Tile(4, 1, 128, block_dv=32),),
+    64: (Tile(4, 1, 128, block_dv=64),),
+    128: (Tile(4, 1, 128, block_dv=128),),
+    math.inf: (Tile(4, 1, 128, block_dv=256),),
+}
 
 # Also for problems that no tile can hold.
 ONLINE = FusedKernel(
     name="online",
     methods=("online", "tiled", "auto"),
     fast=False,
-    tiles=dict.fromkeys(
-        (4, 8),
-        (
-            (32, (Tile(4, 1, 128, block_dv=32),)),
-            (64, (Tile(4, 1, 128, block_dv=64),)),
-            (128, (Tile(4, 1, 128, block_dv=128),)),
-            (math.inf, (Tile(4, 1, 128, block_dv=256),)),
-        ),
-    ),
+    tiles={4: _BY_COLUMNS, 8: _BY_COLUMNS},
 )
 
 SAFE = UnfusedKernel(name="safe", methods=("safe",))

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
@@ -287,6 +287,12 @@ def _has_more(forward):
     )
 
 
+_BIAS = MmaVjpTile(64, 64, 128, warps_m=2, stages=1)
+_WIDE_BIAS = (
+    MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
+    MmaVjpTile(32, 32, 32, stages=1),
+)
+
 MMA_VJP = MmaVjpKernel(
     name="mma",
     dims=DIMS,
@@ -338,34 +344,10 @@ MMA_VJP = MmaVjpKernel(
     },
     bias_tiles={
         False: {
-            64: (
-                MmaVjpTile(64, 64, 128, warps_m=2, min_blocks=3, spills_on=("sm_100",)),
-                MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
-            ),
-            128: (
-                MmaVjpTile(
-                    64,
-                    64,
-                    128,
-                    warps_m=2,
-                    stages=1,
-                    min_blocks=3,
-                    spills_on=("sm_100",),
-                ),
-                MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
-            ),
-            256: (
-                MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
-                MmaVjpTile(32, 32, 32, stages=1),
-            ),
+            64: (replace(_BIAS, stages=2, min_blocks=3, spills_on=("sm_100",)), _BIAS),
+            128: (replace(_BIAS, min_blocks=3, spills_on=("sm_100",)), _BIAS),
+            256: _WIDE_BIAS,
         },
-        True: {
-            64: (MmaVjpTile(64, 64, 128, warps_m=2, stages=1),),
-            128: (MmaVjpTile(64, 64, 128, warps_m=2, stages=1),),
-            256: (
-                MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
-                MmaVjpTile(32, 32, 32, stages=1),
-            ),
-        },
+        True: {64: (_BIAS,), 128: (_BIAS,), 256: _WIDE_BIAS},
     },
 )

@@ -121,7 +121,7 @@ def smem_bytes(
 
 # Upper bounds of the head dimensions, and tiles from best to least: the first that fits
 # min_blocks times into shared memory is used.
-_Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
+_Ladder = dict[float, tuple[MmaTile, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,104 +410,75 @@ class MmaKernel(ForwardSpec):
 _SMALL = MmaTile(64, 64, 128)
 
 # float32 in two parts, by head dimension; above 128 a thread has too few registers.
-_TWO_PARTS: _Ladder = (
-    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
-    (96, (MmaTile(128, 64, 256),)),
-    (
-        128,
-        (
-            MmaTile(128, 64, 256, newest=(9, 0)),
-            MmaTile(128, 32, 256),
-            MmaTile(64, 32, 128),
-        ),
+_TWO_PARTS: _Ladder = {
+    64: (MmaTile(64, 64, 128, min_blocks=2), _SMALL),
+    96: (MmaTile(128, 64, 256),),
+    128: (
+        MmaTile(128, 64, 256, newest=(9, 0)),
+        MmaTile(128, 32, 256),
+        MmaTile(64, 32, 128),
     ),
-    (256, ()),
-)
+    256: (),
+}
 # The same with options, or if each block splits: both take registers.
-_TWO_PARTS_AND_MORE: _Ladder = (
-    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
-    (128, (MmaTile(64, 32, 128),)),
-    (256, ()),
-)
-_ONE_PART: _Ladder = (
-    (64, (MmaTile(128, 64, 256), _SMALL)),
-    (128, (MmaTile(128, 64, 256), _SMALL)),
-    (256, (MmaTile(64, 32, 128),)),
-)
+_TWO_PARTS_AND_MORE: _Ladder = {
+    64: (MmaTile(64, 64, 128, min_blocks=2), _SMALL),
+    128: (MmaTile(64, 32, 128),),
+    256: (),
+}
+_ONE_PART: _Ladder = {
+    64: (MmaTile(128, 64, 256), _SMALL),
+    128: (MmaTile(128, 64, 256), _SMALL),
+    256: (MmaTile(64, 32, 128),),
+}
+
+# 16 bits without options.
+_HALVES: _Ladder = {
+    64: (
+        MmaTile(128, 64, 128, 1, 2, newest=(10, 9), persistent=True),
+        MmaTile(128, 64, 128, 1, 2, only_plain=True),
+        _SMALL,
+    ),
+    96: (MmaTile(128, 32, 128, 1, 2), MmaTile(64, 32, 128)),
+    128: (
+        MmaTile(128, 64, 128, 2, 2, only_plain=True, newest=(9, 0), persistent=True),
+        MmaTile(128, 64, 128, 2, 2, only_plain=True),
+        # It spills on sm_90 and sm_100.
+        MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), persistent=True),
+        MmaTile(128, 64, 256),
+        _SMALL,
+    ),
+    256: (
+        MmaTile(128, 64, 256, 1, warps_per_row=2, newest=(9, 0), persistent=True),
+        MmaTile(64, 64, 256, 1, warps_per_row=2, newest=(9, 0)),
+        MmaTile(128, 64, 256),
+        MmaTile(64, 64, 128, oldest=(9, 0)),
+        MmaTile(64, 64, 128, only_plain=True),
+        MmaTile(64, 32, 128),
+    ),
+}
 
 MMA = MmaKernel(
     name="mma",
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={
-        ("float16", False): (
-            (
-                64,
-                (
-                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9), persistent=True),
-                    MmaTile(128, 64, 128, 1, 2, only_plain=True),
-                    _SMALL,
-                ),
-            ),
-            (96, (MmaTile(128, 32, 128, 1, 2), MmaTile(64, 32, 128))),
-            (
-                128,
-                (
-                    MmaTile(
-                        128,
-                        64,
-                        128,
-                        2,
-                        2,
-                        only_plain=True,
-                        newest=(9, 0),
-                        persistent=True,
-                    ),
-                    MmaTile(128, 64, 128, 2, 2, only_plain=True),
-                    # It spills on sm_90 and sm_100.
-                    MmaTile(
-                        128,
-                        64,
-                        128,
-                        1,
-                        2,
-                        only_plain=True,
-                        newest=(8, 0),
-                        persistent=True,
-                    ),
-                    MmaTile(128, 64, 256),
-                    _SMALL,
-                ),
-            ),
-            (
-                256,
-                (
-                    MmaTile(
-                        128, 64, 256, 1, warps_per_row=2, newest=(9, 0), persistent=True
-                    ),
-                    MmaTile(64, 64, 256, 1, warps_per_row=2, newest=(9, 0)),
-                    MmaTile(128, 64, 256),
-                    MmaTile(64, 64, 128, oldest=(9, 0)),
-                    MmaTile(64, 64, 128, only_plain=True),
-                    MmaTile(64, 32, 128),
-                ),
-            ),
-        ),
-        ("float16", True): (
-            (64, (MmaTile(128, 64, 256, 2), _SMALL)),
-            (128, (MmaTile(128, 64, 256), _SMALL)),
-            (256, (MmaTile(64, 32, 128),)),
-        ),
+        ("float16", False): _HALVES,
+        ("float16", True): {
+            64: (MmaTile(128, 64, 256, 2), _SMALL),
+            128: (MmaTile(128, 64, 256), _SMALL),
+            256: (MmaTile(64, 32, 128),),
+        },
         ("float32", False): _TWO_PARTS,
         **dict.fromkeys(
             (("float32", True), ("float32 few", False), ("float32 few", True)),
             _TWO_PARTS_AND_MORE,
         ),
-        ("tf32", False): (
-            (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),
+        ("tf32", False): {
+            64: (MmaTile(128, 64, 128, 2, 2), _SMALL),
             # With one stage it would spill.
-            (128, (MmaTile(128, 64, 128, 2, 2), MmaTile(128, 64, 256), _SMALL)),
-            (256, (MmaTile(64, 32, 128),)),
-        ),
+            128: (MmaTile(128, 64, 128, 2, 2), MmaTile(128, 64, 256), _SMALL),
+            256: (MmaTile(64, 32, 128),),
+        },
         **dict.fromkeys(
             (("tf32", True), ("tf32 few", False), ("tf32 few", True)), _ONE_PART
         ),

@@ -37,7 +37,7 @@ class MmaShortVjpKernel(BackwardSpec):
     and keys.
     """
 
-    registers: dict[int, tuple[tuple[float, int], ...]]
+    registers: dict[int, dict[float, int]]
     most_keys: int = 112  # more spill
     # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
@@ -114,7 +114,7 @@ class MmaShortVjpKernel(BackwardSpec):
 MMA_SHORT_VJP = MmaShortVjpKernel(
     name="mma_short",
     registers={
-        2: ((32, 96), (64, 136), (math.inf, 255)),
-        4: ((32, 168), (math.inf, 255)),
+        2: {32: 96, 64: 136, math.inf: 255},
+        4: {32: 168, math.inf: 255},
     },
 )

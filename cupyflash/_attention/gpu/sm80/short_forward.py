@@ -74,7 +74,7 @@ _ROWS_OF = {"seqlen_q": "queries", "seqlen_k": "keys"}
 
 
 def most_registers(
-    ladders: dict[int, tuple[tuple[float, int], ...]],
+    ladders: dict[int, dict[float, int]],
     largest: int,
     problem: AttentionProblem,
     device: Device,
@@ -130,11 +130,11 @@ class MmaShortKernel(ForwardSpec):
     queries; `registers` belong to most_registers(), by the keys.
     """
 
-    registers: dict[int, tuple[tuple[float, int], ...]]
-    most_keys: dict[int, tuple[tuple[int, int], ...]]
+    registers: dict[int, dict[float, int]]
+    most_keys: dict[int, dict[float, int]]
 
     def unsupported_reason(self, problem, device) -> str | None:
-        ladder = self.most_keys.get(ITEMSIZE[problem.dtype], ((MOST_QUERIES, 0),))
+        ladder = self.most_keys.get(ITEMSIZE[problem.dtype], {MOST_QUERIES: 0})
         queries = min(problem.seqlen_q, MOST_QUERIES)
         reason = unsupported_reason(problem, device, by_threshold(ladder, queries))
         if reason is None and self.head_bytes(problem) > device.smem_optin:
@@ -179,14 +179,14 @@ class MmaShortKernel(ForwardSpec):
 MMA_SHORT = MmaShortKernel(
     name="mma_short",
     registers={
-        2: ((48, 104), (64, 128), (math.inf, 224)),
-        4: ((48, 168), (math.inf, 255)),
+        2: {48: 104, 64: 128, math.inf: 224},
+        4: {48: 168, math.inf: 255},
     },
     # Tuned on an H200: docs/design/lab/results/short_h200.json. For 64 x 64 keys in 16
     # bits `hopper` is as fast, for more it is faster; for one query and 100 keys in
     # float32 `tiled` is.
     most_keys={
-        2: ((16, 112), (48, 64), (64, 48)),
-        4: ((16, 32), (64, 64)),
+        2: {16: 112, 48: 64, 64: 48},
+        4: {16: 32, 64: 64},
     },
 )

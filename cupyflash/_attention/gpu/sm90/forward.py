@@ -295,7 +295,7 @@ class HopperKernel(ForwardSpec):
             return ladders[2]
         if problem.left is not None and most_seen(problem) <= NARROW_KEYS:
             if dims in self.narrow:
-                return ((math.inf, self.narrow[dims]),)
+                return {math.inf: self.narrow[dims]}
         return ladders[int(bounds_of(problem) > 0)]
 
     def _smem(self, problem):

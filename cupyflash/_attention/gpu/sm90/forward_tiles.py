@@ -35,34 +35,28 @@ class HopperTile:
 
 
 # Upper bounds of seqlen_q, and the tile up to there.
-Ladder = tuple[tuple[float, HopperTile], ...]
+Ladder = dict[float, HopperTile]
 
 # If one warpgroup has room for all queries, by head dimension: the tile for keys and
 # values that fit into the L2 cache, the one for more, and, since options take
 # registers, the one for scores with an option and the one for several.
-Few = tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile, HopperTile]], ...]
-FEW: Few = (
-    (
-        64,
-        (
-            HopperTile(1, 128, False, 2, True),
-            HopperTile(1, 128, False, 2, True),
-            HopperTile(1, 128, False, 6),
-            HopperTile(1, 64, False, 6),
-        ),
+Few = dict[float, tuple[HopperTile, HopperTile, HopperTile, HopperTile]]
+FEW: Few = {
+    64: (
+        HopperTile(1, 128, False, 2, True),
+        HopperTile(1, 128, False, 2, True),
+        HopperTile(1, 128, False, 6),
+        HopperTile(1, 64, False, 6),
     ),
-    (
-        128,
-        (
-            HopperTile(1, 128, False, 2, True, box_n=16),
-            HopperTile(1, 128, False, 1),
-            HopperTile(1, 64, False, 6),
-            HopperTile(1, 64, False, 6),
-        ),
+    128: (
+        HopperTile(1, 128, False, 2, True, box_n=16),
+        HopperTile(1, 128, False, 1),
+        HopperTile(1, 64, False, 6),
+        HopperTile(1, 64, False, 6),
     ),
-    (192, (HopperTile(1, 64, False, 4),) * 4),
-    (256, (HopperTile(1, 64, False, 3),) * 4),
-)
+    192: (HopperTile(1, 64, False, 4),) * 4,
+    256: (HopperTile(1, 64, False, 3),) * 4,
+}
 
 # For windows of up to this many keys, where another tile is faster than that for other
 # position bounds; by (head_dim, head_dim_v) as compiled.
@@ -72,7 +66,7 @@ NARROW = {(128, 128): HopperTile(3, 64, False, 4)}
 # For a mask function and no option that takes registers, where another tile is faster
 # than that for one score option; by (head_dim, head_dim_v) as compiled.
 LISTED: dict[tuple[int, int], Ladder] = {
-    (64, 64): ((128, HopperTile(2, 128, False)), (math.inf, HopperTile(3, 128))),
+    (64, 64): {128: HopperTile(2, 128, False), math.inf: HopperTile(3, 128)},
 }
 
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
@@ -81,76 +75,136 @@ LISTED: dict[tuple[int, int], Ladder] = {
 # several options.
 TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     (64, 64): (
-        (
-            (2047, HopperTile(4, 64, num_stages=4)),
-            (math.inf, HopperTile(3, 128, stage_out=False)),
-        ),
-        (
-            (512, HopperTile(4, 64, False, 4)),
-            (4095, HopperTile(4, 64, num_stages=4)),
-            (8191, HopperTile(3, 128)),
-            (math.inf, HopperTile(3, 128, cache_share=11 / 10)),
-        ),
-        ((math.inf, HopperTile(3, 112)),),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(3, 112, stage_out=False)),),
-        ((math.inf, HopperTile(3, 80)),),
-        ((math.inf, HopperTile(2, 64, False)),),
+        {
+            2047: HopperTile(4, 64, num_stages=4),
+            math.inf: HopperTile(3, 128, stage_out=False),
+        },
+        {
+            512: HopperTile(4, 64, False, 4),
+            4095: HopperTile(4, 64, num_stages=4),
+            8191: HopperTile(3, 128),
+            math.inf: HopperTile(3, 128, cache_share=11 / 10),
+        },
+        {
+            math.inf: HopperTile(3, 112),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(3, 112, stage_out=False),
+        },
+        {
+            math.inf: HopperTile(3, 80),
+        },
+        {
+            math.inf: HopperTile(2, 64, False),
+        },
     ),
     (96, 96): (
-        ((math.inf, HopperTile(3, 96)),),
-        (
-            (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
-            (math.inf, HopperTile(3, 112, cache_share=4 / 5)),
-        ),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(3, 96)),),
-        ((math.inf, HopperTile(2, 96, False)),),
-        ((math.inf, HopperTile(2, 48, False)),),
+        {
+            math.inf: HopperTile(3, 96),
+        },
+        {
+            2048: HopperTile(3, 64, False, 4, cache_share=3 / 4),
+            math.inf: HopperTile(3, 112, cache_share=4 / 5),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(3, 96),
+        },
+        {
+            math.inf: HopperTile(2, 96, False),
+        },
+        {
+            math.inf: HopperTile(2, 48, False),
+        },
     ),
     (128, 128): (
-        ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-        (
-            (512, HopperTile(3, 64, False, 4, cache_share=11 / 50)),
-            (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
-            (math.inf, HopperTile(3, 80, False, cache_share=11 / 10)),
-        ),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(3, 80)),),
-        ((math.inf, HopperTile(2, 96, False)),),
-        ((math.inf, HopperTile(2, 48, False)),),
+        {2047: HopperTile(2, 128), math.inf: HopperTile(3, 80)},
+        {
+            512: HopperTile(3, 64, False, 4, cache_share=11 / 50),
+            2048: HopperTile(3, 64, False, 4, cache_share=3 / 4),
+            math.inf: HopperTile(3, 80, False, cache_share=11 / 10),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(3, 80),
+        },
+        {
+            math.inf: HopperTile(2, 96, False),
+        },
+        {
+            math.inf: HopperTile(2, 48, False),
+        },
     ),
     (192, 128): (
-        ((math.inf, HopperTile(2, 128)),),
-        (
-            (1024, HopperTile(3, 64, False)),
-            (2048, HopperTile(3, 64, False, cache_share=3 / 4)),
-            (math.inf, HopperTile(2, 128, cache_share=11 / 10)),
-        ),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(2, 128, False)),),
-        ((math.inf, HopperTile(2, 96, False)),),
-        ((math.inf, HopperTile(2, 96, False)),),
-        ((math.inf, HopperTile(2, 48, False)),),
+        {
+            math.inf: HopperTile(2, 128),
+        },
+        {
+            1024: HopperTile(3, 64, False),
+            2048: HopperTile(3, 64, False, cache_share=3 / 4),
+            math.inf: HopperTile(2, 128, cache_share=11 / 10),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(2, 128, False),
+        },
+        {
+            math.inf: HopperTile(2, 96, False),
+        },
+        {
+            math.inf: HopperTile(2, 96, False),
+        },
+        {
+            math.inf: HopperTile(2, 48, False),
+        },
     ),
     (192, 192): (
-        ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
-        ((2048, HopperTile(2, 96)), (math.inf, HopperTile(2, 96, cache_share=11 / 10))),
-        ((math.inf, HopperTile(2, 96)),),
-        ((math.inf, HopperTile(2, 80)),),
-        ((math.inf, HopperTile(2, 80)),),
-        ((math.inf, HopperTile(2, 80)),),
-        (),
+        {4096: HopperTile(2, 96), math.inf: HopperTile(2, 112)},
+        {2048: HopperTile(2, 96), math.inf: HopperTile(2, 96, cache_share=11 / 10)},
+        {
+            math.inf: HopperTile(2, 96),
+        },
+        {
+            math.inf: HopperTile(2, 80),
+        },
+        {
+            math.inf: HopperTile(2, 80),
+        },
+        {
+            math.inf: HopperTile(2, 80),
+        },
+        {},
     ),
     (256, 256): (
-        ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
-        ((2048, HopperTile(2, 64)), (math.inf, HopperTile(2, 64, cache_share=11 / 10))),
-        ((math.inf, HopperTile(2, 48)),),
-        ((math.inf, HopperTile(2, 48)),),
-        ((math.inf, HopperTile(2, 80)),),
-        ((math.inf, HopperTile(2, 64)),),
-        (),
+        {4096: HopperTile(2, 64), math.inf: HopperTile(2, 80)},
+        {2048: HopperTile(2, 64), math.inf: HopperTile(2, 64, cache_share=11 / 10)},
+        {
+            math.inf: HopperTile(2, 48),
+        },
+        {
+            math.inf: HopperTile(2, 48),
+        },
+        {
+            math.inf: HopperTile(2, 80),
+        },
+        {
+            math.inf: HopperTile(2, 64),
+        },
+        {},
     ),
 }

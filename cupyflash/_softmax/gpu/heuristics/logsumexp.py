@@ -20,19 +20,10 @@ from cupyflash._softmax.gpu.heuristics import on_chip
 # that are held as a whole; by the size of an element. A lane with fewer than eight
 # vectors, or four of 16-bit elements, has those of several rows. A single lane computes
 # each log only once.
-_ALONE = ((1, (1, 1, 2)), (2, (1, 2, 1)), (3, (1, 3, 2)), (4, (1, 4, 1)))
+_FEW = {1: (1, 1, 2), 2: (1, 2, 1), 3: (1, 3, 2), 4: (1, 4, 1), 8: (4, 2, 4)}
 SUMS = {
-    2: (
-        *_ALONE,
-        (8, (4, 2, 4)),
-        *((4 * n, (n, 4, 2)) for n in (4, 8, 16, 32)),
-    ),
-    4: (
-        *_ALONE,
-        (8, (4, 2, 4)),
-        (16, (4, 4, 2)),
-        *((8 * n, (n, 8, 1)) for n in (4, 8, 16, 32)),
-    ),
+    2: {**_FEW, **{4 * n: (n, 4, 2) for n in (4, 8, 16, 32)}},
+    4: {**_FEW, 16: (4, 4, 2), **{8 * n: (n, 8, 1) for n in (4, 8, 16, 32)}},
 }
 SUMS[8] = SUMS[4]
 # The same for 5 to 8 whole vectors of 16-bit elements.
@@ -84,7 +75,7 @@ def sum_rows(problem, device):
     size = itemsize_of(dtypes["x"])
     vector = on_chip.VECTOR_BYTES // size
     vectors, parts = -(-problem.row_length // vector), 1
-    if vectors <= SUMS[size][-1][0]:
+    if vectors <= max(SUMS[size]):
         lanes, in_registers, sets = kernel.by_threshold(SUMS[size], vectors)
         if size == 2 and 4 < vectors <= 8 and problem.row_length % vector == 0:
             lanes, in_registers, sets = _WHOLE_SUM

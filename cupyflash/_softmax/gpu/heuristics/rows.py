@@ -1,5 +1,7 @@
 """Launches of kernels whose rows a block loops over, or some blocks hold."""
 
+import math
+
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel
 from cupyflash._softmax.gpu.config import (
@@ -15,14 +17,7 @@ from cupyflash._softmax.gpu.heuristics import on_chip
 _EXCHANGE_BYTES = 8192
 
 # Row length up to -> threads per row, for kernels that loop over a row.
-LANES = (
-    (8, 4),
-    (64, 8),
-    (1024, 32),
-    (4096, 128),
-    (16384, 256),
-    (float("inf"), 512),
-)
+LANES = {8: 4, 64: 8, 1024: 32, 4096: 128, 16384: 256, math.inf: 512}
 
 # With other scales, factors of keys or units of exponents might be 0 or infinite in
 # float32, and slots beyond a row are infinite.
@@ -35,7 +30,7 @@ _FEW_ROWS = 128
 def walk_rows(problem, device):
     """Threads that loop over a row of any length and any strides."""
     lanes = kernel.by_threshold(LANES, problem.row_length)
-    if lanes == LANES[-1][1] and problem.num_rows < _FEW_ROWS:
+    if lanes == LANES[math.inf] and problem.num_rows < _FEW_ROWS:
         lanes = 1024
     rows_per_block = max(1, BLOCK_THREADS // lanes)
     return (

@@ -80,8 +80,8 @@ def span_pairs(problem, device):
 LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
 # Bytes of a row in a thread up to -> blocks per multiprocessor. Doubles, and more
 # bytes, would spill.
-_SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 5))
-_SUM_BLOCKS_OF_DOUBLES = ((64, 8), (math.inf, 5))
+_SUM_BLOCKS = {40: 16, 96: 10, math.inf: 5}
+_SUM_BLOCKS_OF_DOUBLES = {64: 8, math.inf: 5}
 
 
 def span_sums(problem, device):

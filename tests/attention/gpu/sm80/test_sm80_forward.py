@@ -258,7 +258,7 @@ def forced(cupy, monkeypatch):
     monkeypatch.setattr(attention_gpu, "_plans", plan_cache.PlanCache())
 
     def force(tile):
-        one = dict.fromkeys(MMA.tiles, ((np.inf, (tile,)),))
+        one = {kind: {np.inf: (tile,)} for kind in MMA.tiles}
         only = dataclasses.replace(row, tiles=one)
         monkeypatch.setattr(attention_gpu, "ATTENTION_KERNELS", (only, *rest))
 
@@ -372,7 +372,7 @@ def test_each_tile(cupy, rng, forced, asked, tile):
 
 SHARED = [
     tile
-    for _, tiles in MMA.tiles["float16", False]
+    for tiles in MMA.tiles["float16", False].values()
     for tile in tiles
     if tile.warps_per_row > 1
 ]

@@ -355,9 +355,12 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
 
 
 def test_boxes_are_whole_parts_of_a_tile():
-    tiles = [tile for _, tiles in ROW.few for tile in tiles]
+    tiles = [tile for tiles in ROW.few.values() for tile in tiles]
     tiles += [
-        t for ladders in ROW.tiles.values() for methods in ladders for _, t in methods
+        tile
+        for steps in ROW.tiles.values()
+        for ladder in steps
+        for tile in ladder.values()
     ]
     for tile in tiles:
         if tile.box_n:

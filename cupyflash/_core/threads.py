@@ -10,10 +10,10 @@ import contextvars
 import functools
 import itertools
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,21 +93,24 @@ class _Shared:
         self.fork_ended = None  # an event, while a thread forks or waits to
         self._blas_users = set()
         self._blas_threads = None  # [(library, its own number of threads)] while held
-        self._pool = None
+        self._wanted: queue.SimpleQueue = queue.SimpleQueue()  # what helpers call
         self._pool_size = 0
 
     def crowded(self, cores):
         """Whether more threads are at work than there are cores."""
         return len(self.callers) + len(self.helpers) > cores
 
-    def pool(self, size):
-        """The threads that help; a thread that waits for work costs nothing."""
-        with self.lock:
-            if self._pool_size < size:
-                # The old one ends by itself when its last job does.
-                self._pool = ThreadPoolExecutor(size, thread_name_prefix="cupyflash")
-                self._pool_size = size
-            return self._pool
+    def call_helpers(self, function, number):
+        """Have `number` helpers call a function, soon: one wakes in 15 us."""
+        if self._pool_size < number:
+            with self.lock:
+                while self._pool_size < number:
+                    name = f"cupyflash_{self._pool_size}"
+                    args = (self._wanted,)
+                    threading.Thread(None, _help, name, args, daemon=True).start()
+                    self._pool_size += 1
+        for _ in range(number):
+            self._wanted.put(function)
 
     def hold_blas(self, thread):
         """Hold BLAS to one thread until no call needs that any more."""
@@ -172,6 +175,12 @@ class _Shared:
         """In the child of a fork, where no other thread is left and no pool."""
         self._restore_blas()
         self.__init__()
+
+
+def _help(wanted):
+    """What a helper does for as long as the process lives."""
+    while True:
+        wanted.get()()
 
 
 _shared = _Shared()
@@ -241,9 +250,11 @@ class _Job:
         self._function = function
         self._remaining = collections.deque(runs)
         self._cores = cores
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
         self._closed = False  # helpers that come now are too late
         self._num_helping = 0
+        self._helped = threading.Lock()  # until the last helper has ended
+        self._helped.acquire()
         self._failure = None
         self.cancelled = False
 
@@ -266,8 +277,8 @@ class _Job:
             _shared.at_work.discard(thread)
 
     def help(self):
-        """`work` in a thread of the pool, while there is a core for it."""
-        with self._condition:
+        """`work` in a helper, while there is a core for it."""
+        with self._lock:
             if self._closed:
                 return
             self._num_helping += 1
@@ -279,23 +290,26 @@ class _Job:
             self.cancel(failure)
         finally:
             _shared.helpers.discard(thread)
-            with self._condition:
+            with self._lock:
                 self._num_helping -= 1
-                self._condition.notify_all()
+                if self._closed and self._num_helping == 0:
+                    self._helped.release()
 
     def cancel(self, failure):
         """Have all threads stop soon; the first failure is the one that counts."""
-        with self._condition:
+        with self._lock:
             if not self.cancelled:
                 self._failure = failure
             self.cancelled = True
 
     def wait(self):
         """Let no helper begin any more, and wait for those that have."""
-        with self._condition:
+        with self._lock:
             self._closed = True
-            while self._num_helping:
-                self._condition.wait()
+            if self._num_helping == 0:
+                return
+        with self._helped:  # released once; a second wait passes, too
+            pass
 
     def check(self):
         """Raise what a thread has raised."""
@@ -327,9 +341,7 @@ def for_each(
         if blas:
             _shared.hold_blas(caller)
         if num_threads > 1 and not _shared.crowded(cores - 1):
-            pool = _shared.pool(num_threads - 1)
-            for _ in range(num_threads - 1):
-                pool.submit(job.help)
+            _shared.call_helpers(job.help, num_threads - 1)
         job.work()
         job.wait()
     except BaseException as failure:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupyflash._attention.cpu import entries
 from cupyflash._attention.cpu.block import (
+    cost_of_an_entry,
     finite_base,
     num_threads,
     product,
@@ -21,6 +22,7 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._attention.cpu.entries import (
     Entries,
+    cut_in_two,
     half_of,
     half_problem,
     halves_of,
@@ -35,10 +37,12 @@ from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
 
-# Bytes of a box: scores, what it reads, and what it adds.
-_BOX_BYTES = 1 << 20
-# The same of a box whose results are whole gradients, which saves adding them up.
-_DIRECT_BYTES = 1 << 24
+# Bytes of a box: scores, what it reads, and what it adds. Each of its steps is long, so
+# that two threads seldom wait for the interpreter; less where entries share a gradient,
+# which has those of all of a box in memory, and most where a box is a whole call.
+_BOX_BYTES, _SHARED_BYTES, _DIRECT_BYTES = 1 << 22, 1 << 20, 1 << 24
+# Cost of the forward call of some entries whose gradients two threads share.
+_WORTH_HALVES = 16_000_000
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -68,10 +72,21 @@ def takes(problem):
 
 
 def vjp_halves_of(problem):
-    """`halves_of` of the forward call, whose scores these are, to the bit."""
-    if problem.need_dbias or problem.need_dsinks:
+    """`halves_of` for gradients, with the scores of the forward call to the bit."""
+    forward = problem.forward
+    total = math.prod(forward.batch) * forward.num_heads
+    if problem.need_dbias or problem.need_dsinks or not _is_direct(forward):
         return None
-    return halves_of(problem.forward)
+    if total == 1:
+        return halves_of(forward)
+    if not takes(problem) or total * cost_of_an_entry(forward) < _WORTH_HALVES:
+        return None
+    return cut_in_two(forward)
+
+
+def _is_direct(forward):
+    """Whether all heads of k and v fit into one box."""
+    return num_heads(forward) * _bytes_of_a_head(forward) <= _DIRECT_BYTES
 
 
 def heads_of_a_box(problem):
@@ -80,7 +95,14 @@ def heads_of_a_box(problem):
     heads = num_heads(forward)
     if heads > 1:
         heads = -(-heads // num_threads(forward))
-    return max(1, min(_BOX_BYTES // _bytes_of_a_head(forward), heads))
+    bytes_ = _SHARED_BYTES if _shares(problem) else _BOX_BYTES
+    return max(1, min(bytes_ // _bytes_of_a_head(forward), heads))
+
+
+def _shares(problem):
+    """Whether entries share a batch axis of q, k or v."""
+    shapes = problem.q_shape, problem.k_shape, problem.v_shape
+    return any(shape[:-3] != problem.forward.batch for shape in shapes)
 
 
 def _bytes_of_a_head(forward):
@@ -105,14 +127,15 @@ class Direct(entries.Direct):
     def takes_vjp(cls, problem):
         """Whether calls like this one can be made this way."""
         forward = problem.forward
-        shapes = problem.q_shape, problem.k_shape, problem.v_shape
         return (
-            cls.takes(forward, problem.q_shape, problem.k_shape)
-            and (takes(problem) or vjp_halves_of(problem))
-            and num_heads(forward) * _bytes_of_a_head(forward) <= _DIRECT_BYTES
+            cls.fits(forward, problem.q_shape, problem.k_shape)
+            and (
+                vjp_halves_of(problem) is not None
+                or (takes(problem) and num_threads(forward) == 1)
+            )
+            and _is_direct(forward)
             and not forward.has_functions
-            # No batch axis is shared.
-            and all(shape[:-3] == forward.batch for shape in shapes)
+            and not _shares(problem)
         )
 
     def __init__(self, problem, whole=None):

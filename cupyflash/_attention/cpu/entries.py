@@ -179,22 +179,31 @@ def halves_of(problem):
     The axis is one of q as heads first, counted from the last: the first of some
     entries, or that of the rows of a single one.
     """
-    sizes = (*problem.batch, problem.num_heads)
-    total, rows = math.prod(sizes), problem.seqlen_q
+    total = math.prod(problem.batch) * problem.num_heads
+    scores = total * problem.seqlen_q * problem.seqlen_k
+    if (
+        total * cost_of_an_entry(problem) < _WORTH_HALVES[total > 1]
+        or scores > 2 * _scores_of_a_box(problem)
+        or (total > 1 and num_threads(problem) > 1)  # goes by boxes
+    ):
+        return None
+    return cut_in_two(problem)
+
+
+def cut_in_two(problem):
+    """`halves_of` a problem that is worth two threads."""
+    sizes, rows = (*problem.batch, problem.num_heads), problem.seqlen_q
     if not (
         takes(problem)
         and problem.method in ("auto", "tiled")
-        and total * cost_of_an_entry(problem) >= _WORTH_HALVES[total > 1]
-        and total * rows * problem.seqlen_k <= 2 * _scores_of_a_box(problem)
         and _threads.with_blas(_threads.num_cores()) > 1
     ):
         return None
-    if total > 1:
+    if math.prod(sizes) > 1:
         axis = next(axis for axis, size in enumerate(sizes) if size > 1)
         of_heads = axis == len(problem.batch)
         if (
-            num_threads(problem) > 1  # goes by boxes
-            or _rows_of_a_box(problem) != rows
+            _rows_of_a_box(problem) != rows
             or problem.has_functions
             or (of_heads and (problem.group_size > 1 or problem.layout != "bhsd"))
         ):
@@ -328,9 +337,15 @@ class Direct:
     @staticmethod
     def takes(problem, q_shape, k_shape):
         """Whether calls like this one can be made this way."""
+        return (is_one_box(problem) or halves_of(problem) is not None) and Direct.fits(
+            problem, q_shape, k_shape
+        )
+
+    @staticmethod
+    def fits(problem, q_shape, k_shape):
+        """Whether dtype and options are such that this way has all they need."""
         return (
-            (is_one_box(problem) or halves_of(problem))
-            and problem.dtype == problem.compute_dtype
+            problem.dtype == problem.compute_dtype
             # Else products may overflow though their scores are small.
             and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
             and (

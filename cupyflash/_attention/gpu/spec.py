@@ -71,11 +71,24 @@ def refuse_other_arch(arch: str, device: Device) -> str | None:
     return None
 
 
-def refuse_before_sm80(device: Device) -> str | None:
-    """Why a device has no mma.sync of these kernels, or None."""
-    if device.cc < (8, 0):
-        return f"needs sm_80 or newer, {device.name} is {device.arch}"
-    return None
+def refuse_mma(
+    problem: AttentionProblem,
+    device: Device,
+    dtypes: tuple[str, ...],
+    widest: float,
+    arch: str | None = None,
+) -> str | None:
+    """Why tensor cores do not take a problem, or None.
+
+    Kernels bound to `arch` run there alone, others from sm_80 on.
+    """
+    if arch is not None:
+        reason = refuse_other_arch(arch, device)
+    elif device.cc < (8, 0):
+        reason = f"needs sm_80 or newer, {device.name} is {device.arch}"
+    else:
+        reason = None
+    return reason or refuse_dtype(problem, *dtypes) or refuse_width(problem, widest)
 
 
 def refuse_dtype(problem: AttentionProblem, *dtypes: str) -> str | None:
@@ -87,7 +100,7 @@ def refuse_dtype(problem: AttentionProblem, *dtypes: str) -> str | None:
     return None
 
 
-def refuse_width(problem: AttentionProblem, widest: int) -> str | None:
+def refuse_width(problem: AttentionProblem, widest: float) -> str | None:
     """Why a kernel for heads of up to `widest` columns does not take these, or None."""
     for name in ("head_dim", "head_dim_v"):
         if (n := getattr(problem, name)) > widest:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu import gradient_limits, spec
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
@@ -16,13 +16,6 @@ from cupyflash._attention.gpu.config import (
     scale_is_plain,
     too_many,
     without_options,
-)
-from cupyflash._attention.gpu.spec import (
-    HALVES,
-    BackwardSpec,
-    refuse_before_sm80,
-    refuse_dtype,
-    refuse_width,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -124,7 +117,7 @@ _SOURCES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaVjpKernel(BackwardSpec):
+class MmaVjpKernel(spec.BackwardSpec):
     """FlashAttention-2 gradients by mma.sync, for 16-bit inputs, with all options.
 
     `tiles` belong to the kernel whose blocks own keys, without and with score options
@@ -139,12 +132,7 @@ class MmaVjpKernel(BackwardSpec):
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        reason = (
-            refuse_before_sm80(device)
-            or refuse_dtype(forward, *HALVES)
-            or refuse_width(forward, DIMS[-1])
-        )
-        if reason is not None:
+        if reason := spec.refuse_mma(forward, device, spec.HALVES, DIMS[-1]):
             return reason
         if forward.seqlen_k == 0:
             return "there are no keys"

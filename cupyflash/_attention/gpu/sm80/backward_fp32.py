@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu import gradient_limits, spec
 from cupyflash._attention.gpu.config import (
     has_terms,
     holds_blocks,
@@ -18,12 +18,6 @@ from cupyflash._attention.gpu.config import (
 )
 from cupyflash._attention.gpu.gradient_config import rows_config
 from cupyflash._attention.gpu.sm80.backward import counted, too_large
-from cupyflash._attention.gpu.spec import (
-    BackwardSpec,
-    refuse_before_sm80,
-    refuse_dtype,
-    refuse_width,
-)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
@@ -87,7 +81,7 @@ _SOURCES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaSplitVjpKernel(BackwardSpec):
+class MmaSplitVjpKernel(spec.BackwardSpec):
     """FlashAttention-2 gradients by mma.sync, for float32 as float16 parts.
 
     `tiles` belong to the kernels "_queries" and "_keys", without and with score options
@@ -102,12 +96,7 @@ class MmaSplitVjpKernel(BackwardSpec):
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        reason = (
-            refuse_before_sm80(device)
-            or refuse_dtype(forward, "float32")
-            or refuse_width(forward, DIMS[-1])
-        )
-        if reason is not None:
+        if reason := spec.refuse_mma(forward, device, ("float32",), DIMS[-1]):
             return reason
         if min(forward.seqlen_q, forward.seqlen_k) < self.least:
             return f"splits float32 from {self.least} queries and keys on"

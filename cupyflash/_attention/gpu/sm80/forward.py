@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
@@ -24,13 +25,6 @@ from cupyflash._attention.gpu.config import (
     too_many,
     two_level_sum,
     without_options,
-)
-from cupyflash._attention.gpu.spec import (
-    HALVES,
-    ForwardSpec,
-    refuse_before_sm80,
-    refuse_dtype,
-    refuse_width,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
@@ -125,7 +119,7 @@ _Ladder = dict[float, tuple[MmaTile, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaKernel(ForwardSpec):
+class MmaKernel(spec.ForwardSpec):
     """FlashAttention-2 by mma.sync, for 16-bit inputs or float32 in parts.
 
     `tiles` maps what is multiplied ("float16", "float32", "tf32"; the latter two with "
@@ -139,12 +133,8 @@ class MmaKernel(ForwardSpec):
     least: int = 64
 
     def unsupported_reason(self, problem, device) -> str | None:
-        reason = (
-            refuse_before_sm80(device)
-            or refuse_dtype(problem, *HALVES, "float32")
-            or refuse_width(problem, DIMS[-1])
-        )
-        if reason is not None:
+        dtypes = *spec.HALVES, "float32"
+        if reason := spec.refuse_mma(problem, device, dtypes, DIMS[-1]):
             return reason
         shortest = min(problem.seqlen_q, problem.seqlen_k)
         if problem.dtype == "float32" and shortest < self.least:

@@ -3,14 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
-from cupyflash._attention.gpu.spec import (
-    HALVES,
-    ForwardSpec,
-    refuse_before_sm80,
-    refuse_dtype,
-    refuse_width,
-)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
@@ -53,8 +47,8 @@ def unsupported_reason(
     problem: AttentionProblem, device: Device, most_keys: int
 ) -> str | None:
     """Why no kernel for short entries supports `problem`, or None."""
-    reason = refuse_before_sm80(device) or refuse_dtype(problem, *HALVES, "float32")
-    if reason is not None:
+    dtypes = *spec.HALVES, "float32"
+    if reason := spec.refuse_mma(problem, device, dtypes, math.inf):
         return reason
     if problem.has_functions:
         return "takes no score or mask function"
@@ -63,7 +57,7 @@ def unsupported_reason(
     for name, most in (("seqlen_q", MOST_QUERIES), ("seqlen_k", most_keys)):
         if not 1 <= (n := getattr(problem, name)) <= most:
             return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"
-    if reason := refuse_width(problem, DIMS[-1]):
+    if reason := spec.refuse_width(problem, DIMS[-1]):
         return reason
     if (heads := num_kv_heads(problem)) < device.num_sms:
         return f"takes a head of k for each of {device.num_sms} blocks, not {heads}"
@@ -123,7 +117,7 @@ def config(
 
 
 @dataclass(frozen=True, kw_only=True)
-class MmaShortKernel(ForwardSpec):
+class MmaShortKernel(spec.ForwardSpec):
     """Attention by mma.sync with all keys of a head on chip.
 
     `most_keys` maps the size of an element to how many keys pay off up to a number of

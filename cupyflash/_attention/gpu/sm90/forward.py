@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._attention.functions import SHORT_INTEGERS
+from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.combine_config import parts_config
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
@@ -30,14 +31,6 @@ from cupyflash._attention.gpu.sm90.forward_tiles import (
     Few,
     HopperTile,
     Ladder,
-)
-from cupyflash._attention.gpu.spec import (
-    HALVES,
-    ForwardSpec,
-    refuse_dtype,
-    refuse_other_arch,
-    refuse_smem,
-    refuse_width,
 )
 from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem, MergeProblem
@@ -111,7 +104,7 @@ _TANH_COEFFICIENTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperKernel(ForwardSpec):
+class HopperKernel(spec.ForwardSpec):
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
     See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
@@ -125,11 +118,8 @@ class HopperKernel(ForwardSpec):
     arch: str = "sm_90a"
 
     def unsupported_reason(self, problem, device) -> str | None:
-        reason = (
-            refuse_other_arch(self.arch, device)
-            or refuse_dtype(problem, *HALVES)
-            or refuse_width(problem, self.dims[-1])
-        )
+        widest = self.dims[-1]
+        reason = spec.refuse_mma(problem, device, spec.HALVES, widest, self.arch)
         if reason is not None:
             return reason
         if problem.seqlen_k == 0:
@@ -147,7 +137,7 @@ class HopperKernel(ForwardSpec):
             )
         return (
             self._has_long_sums(problem, device)
-            or refuse_smem(self._smem(problem), device)
+            or spec.refuse_smem(self._smem(problem), device)
             or too_many(self.counts(problem, device))
         )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
@@ -13,13 +14,6 @@ from cupyflash._attention.gpu.config import (
     scale_is_plain,
     split_to_fill,
     too_many,
-)
-from cupyflash._attention.gpu.spec import (
-    HALVES,
-    ForwardSpec,
-    refuse_dtype,
-    refuse_other_arch,
-    refuse_width,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda.kernel import LaunchConfig
@@ -37,17 +31,17 @@ _BARRIERS = 32  # bytes, after the tiles
 
 
 @dataclass(frozen=True, kw_only=True)
-class HopperWideKernel(ForwardSpec):
+class HopperWideKernel(spec.ForwardSpec):
     """Tensor cores of sm_90a for 16-bit heads of 257 to 576 columns, any strides."""
 
     arch: str = "sm_90a"
 
     def unsupported_reason(self, problem, device) -> str | None:
-        if reason := refuse_other_arch(self.arch, device):
+        if reason := spec.refuse_other_arch(self.arch, device):
             return reason
         if problem.has_functions:
             return "takes no score or mask function"
-        reason = refuse_dtype(problem, *HALVES) or refuse_width(problem, _WIDEST)
+        reason = spec.refuse_mma(problem, device, spec.HALVES, _WIDEST, self.arch)
         if reason is not None:
             return reason
         if max(problem.head_dim, problem.head_dim_v) <= _NARROW:

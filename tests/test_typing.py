@@ -122,7 +122,7 @@ def compare_with_overloads(function, flag):
         if parameter.kind != parameter.VAR_KEYWORD  # for a better error at run time
     }
     overloads = typing.get_overloads(function)
-    assert len(overloads) == 3
+    assert len(overloads) in (2, 3)  # one is enough where arrays are Any
     for overload in overloads:
         others = inspect.signature(overload).parameters
         assert set(others) == set(own)

@@ -82,34 +82,6 @@ def attention(
     key_lengths: Array | None = None,
     layout: Layout = "bhsd",
     precision: Precision = "float32",
-    return_lse: Literal[False] = False,
-    out: Array | None = None,
-    method: Method = "auto",
-    score: Score | None = None,
-    score_arrays: NamedArrays | None = None,
-    mask_arrays: NamedArrays | None = None,
-) -> Array: ...
-
-
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    bias: Array | None = None,
-    mask: Array | Mask | None = None,
-    scale: float | None = None,
-    causal: bool = False,
-    query_offset: int | Array | None = None,
-    window: Window = None,
-    softcap: float = 0.0,
-    sinks: Array | None = None,
-    alibi_slopes: Array | None = None,
-    query_lengths: Array | None = None,
-    key_lengths: Array | None = None,
-    layout: Layout = "bhsd",
-    precision: Precision = "float32",
     return_lse: Literal[True],
     out: Array | None = None,
     method: Method = "auto",
@@ -144,7 +116,7 @@ def attention(
     score: Score | None = None,
     score_arrays: NamedArrays | None = None,
     mask_arrays: NamedArrays | None = None,
-) -> Array | tuple[Array, Array]: ...
+) -> Array: ...  # Any: a pair, too, if the flag is not known
 
 
 @foreign_names.documented("q", "k", "v")

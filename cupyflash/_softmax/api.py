@@ -224,17 +224,6 @@ def logsumexp(
     axis: Axis = None,
     b: Array | None = None,
     keepdims: bool = False,
-    return_sign: Literal[False] = False,
-    *,
-    where: Array | None = None,
-    out: Array | None = None,
-) -> Array: ...
-@overload
-def logsumexp(
-    a: Array,
-    axis: Axis = None,
-    b: Array | None = None,
-    keepdims: bool = False,
     *,
     return_sign: Literal[True],
     where: Array | None = None,
@@ -250,7 +239,7 @@ def logsumexp(
     *,
     where: Array | None = None,
     out: Array | None = None,
-) -> Array | tuple[Array, Array]: ...
+) -> Array: ...  # Any: a pair, too, if the flag is not known
 @foreign_names.documented("a")
 def logsumexp(
     a: Array = None,

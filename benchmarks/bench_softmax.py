@@ -200,7 +200,7 @@ def error_of(cupy, case, x, second, result):
         beyond = cupy.abs(exact) >= 65520
         got = cupy.where(beyond & (got == cupy.sign(exact) * np.inf), exact, got)
     # softmax: relative as far as there are normal numbers; the others cross zero.
-    floor = 2 * bench_cases._tiny(case.dtype) if case.function == "softmax" else 1.0
+    floor = 2 * bench_cases.tiny(case.dtype) if case.function == "softmax" else 1.0
     return float((cupy.abs(got - exact) / cupy.maximum(cupy.abs(exact), floor)).max())
 
 

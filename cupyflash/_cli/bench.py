@@ -1,5 +1,6 @@
 """python -m cupyflash bench: small tables of this machine, as JSON and as a plot."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -55,10 +56,8 @@ def run(args):
         *(_ATTENTION_GPU if on_gpu else _ATTENTION_CPU),
     ]
     for case in console.progress(cases, "measuring"):
-        if isinstance(case, SoftmaxCase):
-            softmax += measure_softmax(xp, case, on_gpu, args.turns)
-        else:
-            attention += measure_attention(xp, case, on_gpu, args.turns)
+        rows = softmax if isinstance(case, SoftmaxCase) else attention
+        rows += measured(xp, case, on_gpu, args.turns)
     console.heading("softmax")
     bench_cases.report(softmax, "GB/s, one read and one write", 1e9)
     console.heading("attention")
@@ -77,25 +76,18 @@ def run(args):
     return 0
 
 
-def measure_softmax(xp, case, on_gpu, turns):
-    """Measure one case of softmax; a row for each call."""
-    x = bench_cases.softmax_inputs(xp, case)
+def measured(xp, case, on_gpu, turns):
+    """Measure one case; a row for each call."""
+    if isinstance(case, SoftmaxCase):
+        arrays = (bench_cases.softmax_inputs(xp, case),)
+        calls_of, error_of = bench_cases.softmax_calls, bench_cases.softmax_error
+    else:
+        arrays = bench_cases.attention_inputs(xp, case)
+        calls_of, error_of = bench_cases.attention_calls, bench_cases.attention_error
     return bench_cases.measure(
         case,
-        bench_cases.softmax_calls(xp, case, x),
-        lambda y: bench_cases.softmax_error(case, x, y),
-        on_gpu=on_gpu,
-        turns=turns,
-    )
-
-
-def measure_attention(xp, case, on_gpu, turns):
-    """Measure one case of attention; a row for each call."""
-    q, k, v = bench_cases.attention_inputs(xp, case)
-    return bench_cases.measure(
-        case,
-        bench_cases.attention_calls(xp, case, q, k, v),
-        lambda out: bench_cases.attention_error(case, q, k, v, out),
+        calls_of(xp, case, *arrays),
+        functools.partial(error_of, case, *arrays),
         on_gpu=on_gpu,
         turns=turns,
     )

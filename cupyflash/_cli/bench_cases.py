@@ -4,6 +4,7 @@ The command line and the scripts in benchmarks/ share this; timing is in _measur
 result is checked before it is timed.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from cupyflash._core import arrays
 from cupyflash._reference import forward as reference
 from cupyflash._softmax.api import softmax
 
-METHODS = ("naive", "safe", "online", "tiled")
+METHODS = arrays.METHODS[1:]  # all but "auto"
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -87,7 +88,8 @@ def _itemsize(dtype):
     return arrays.to_dtype(dtype).itemsize
 
 
-def _tiny(dtype):
+def tiny(dtype):
+    """The smallest normal number."""
     return 2.0**-126 if dtype == "bfloat16" else float(np.finfo(dtype).tiny)
 
 
@@ -118,34 +120,37 @@ def attention_inputs(xp, case: AttentionCase):
 
 def softmax_calls(xp, case: SoftmaxCase, x, methods=METHODS) -> Calls:
     """Our methods, and the softmax of the library that owns the array."""
-    calls = {m: _bind(softmax, x, axis=case.axis, method=m) for m in methods}
-    if xp is np:
-        calls["scipy"] = _bind(scipy.special.softmax, x, axis=case.axis)
-    else:
-        import cupyx.scipy.special
-
-        if case.dtype != "bfloat16":
-            calls["cupyx"] = _bind(cupyx.scipy.special.softmax, x, axis=case.axis)
+    bind = functools.partial
+    calls: Calls = {m: bind(softmax, x, axis=case.axis, method=m) for m in methods}
+    if xp is np or case.dtype != "bfloat16":
+        name = "scipy" if xp is np else "cupyx"
+        calls[name] = bind(library_softmax(xp), x, axis=case.axis)
     return calls
 
 
 def attention_calls(xp, case: AttentionCase, q, k, v, methods=METHODS) -> Calls:
     """Our methods, and the unfused product, softmax and product."""
-    calls = {
-        m: _bind(attention, q, k, v, causal=case.causal, method=m) for m in methods
+    bind = functools.partial
+    calls: Calls = {
+        m: bind(attention, q, k, v, causal=case.causal, method=m) for m in methods
     }
     name = "numpy + scipy" if xp is np else "cupy + cupyx"
     if case.dtype != "bfloat16":
-        calls[name] = _bind(_unfused, xp, case, q, k, v)
+        calls[name] = bind(_unfused, xp, case, q, k, v)
     return calls
+
+
+def library_softmax(xp):
+    """The softmax of SciPy, or that of CuPy."""
+    if xp is np:
+        return scipy.special.softmax
+    import cupyx.scipy.special
+
+    return cupyx.scipy.special.softmax
 
 
 def _unfused(xp, case, q, k, v):
     """Attention without a fused kernel: matmul, softmax, matmul."""
-    if xp is np:
-        softmax_of = scipy.special.softmax
-    else:
-        from cupyx.scipy.special import softmax as softmax_of
     group = case.num_heads // case.num_kv_heads
     if group > 1:
         k, v = (xp.repeat(x, group, axis=1) for x in (k, v))
@@ -155,11 +160,7 @@ def _unfused(xp, case, q, k, v):
             case.seqlen_q, case.seqlen_k, case.seqlen_k - case.seqlen_q, dtype=bool
         )
         s = xp.where(visible, s, s.dtype.type(-np.inf))
-    return xp.matmul(softmax_of(s, axis=-1), v)
-
-
-def _bind(function, *args, **kwargs):
-    return lambda: function(*args, **kwargs)
+    return xp.matmul(library_softmax(xp)(s, axis=-1), v)
 
 
 def softmax_error(case: SoftmaxCase, x, y) -> float:
@@ -169,7 +170,7 @@ def softmax_error(case: SoftmaxCase, x, y) -> float:
     exact = reference.softmax(x[rows], axis=case.axis)
     error = np.abs(reference.to_host(y[rows]) - exact)
     # Subnormal results have no relative precision.
-    return float((error / np.maximum(exact, 2 * _tiny(case.dtype))).max())
+    return float((error / np.maximum(exact, 2 * tiny(case.dtype))).max())
 
 
 def attention_error(case: AttentionCase, q, k, v, out, **options) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from cupyflash import _explain
 from cupyflash._attention.api import attention, attention_vjp
-from cupyflash._cli import console
+from cupyflash._cli import bench_cases, console
 from cupyflash._cli import measure as _measure
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import extras
@@ -52,7 +52,7 @@ ALLOWED = {
     }.items()
 }
 
-_METHODS = ("naive", "safe", "online", "tiled")
+_METHODS = bench_cases.METHODS
 _OF_METHODS = ("softmax", "attention")  # functions with a `method` argument
 
 # Shapes and axes of softmax and its relatives; each shape is computed by another
@@ -303,10 +303,6 @@ def _eps(dtype):
     return 2.0**-7 if dtype == "bfloat16" else float(np.finfo(dtype).eps)
 
 
-def _tiny(dtype):
-    return 2.0**-126 if dtype == "bfloat16" else float(np.finfo(dtype).tiny)
-
-
 def _wide(x):
     """`x` in a dtype wider than float64 where the platform has one."""
     return x.astype(np.float64).astype(np.longdouble)
@@ -337,7 +333,8 @@ def _softmax_error(case, xp, rng):
     out = xp.empty(x.shape[::-1], x.dtype).T if case.kind == "turned" else None
     row, y = _call(softmax_api.softmax, x, axis=axis, method=case.method, out=out)
     error = np.abs(reference.to_host(y) - exact)
-    normal = exact > 2 * _tiny(case.dtype)  # subnormals have no relative precision
+    # Subnormals have no relative precision.
+    normal = exact > 2 * bench_cases.tiny(case.dtype)
     return row, float((error[normal] / exact[normal]).max()), _length(x, axis)
 
 

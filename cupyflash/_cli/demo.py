@@ -312,7 +312,7 @@ def _density(xp, on_gpu, number):
     run = measure.run_once(
         lambda: demo_density.log_density(on_device, on_device, width), on_gpu=on_gpu
     )
-    log_density, gradient = map(_to_host, run.result)
+    log_density, gradient = map(demo_fit.to_host, run.result)
     rows = [
         {
             "method": "cupyflash, with gradient",
@@ -381,10 +381,6 @@ def _slope_error(data, width, gradient, step=1e-4):
         for m in moves
     ]
     return float(np.abs(np.stack(slopes, axis=1) - gradient[:16]).max())
-
-
-def _to_host(x):
-    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def _ladder(xp, on_gpu):

@@ -20,9 +20,9 @@ log of the denominator gives the evidence.
 """
 
 import numpy as np
-import scipy.special
 
 from cupyflash._attention.api import attention
+from cupyflash._cli.bench_cases import library_softmax
 
 PARAMETERS = ("myelin fraction", "T2 of myelin, ms", "T2 of other water, ms")
 
@@ -111,7 +111,7 @@ class Simulations:
         """The same, storing all scores of a block of pixels."""
         queries = self._scaled(measured)
         values = self.xp.concatenate([self.units, self.units**2], axis=1)
-        softmax = _library_softmax(self.xp)
+        softmax = library_softmax(self.xp)
         out = [
             softmax(block @ self.keys.T + self.bias, axis=1) @ values
             for block in _blocks(queries)
@@ -122,7 +122,7 @@ class Simulations:
         """The most similar simulation, by scikit-learn on the CPU."""
         from sklearn.neighbors import NearestNeighbors
 
-        keys, queries = _to_host(self.keys), _to_host(self._scaled(measured))
+        keys, queries = to_host(self.keys), to_host(self._scaled(measured))
         search = NearestNeighbors(n_neighbors=1).fit(keys)
         return self.theta[search.kneighbors(queries, return_distance=False)[:, 0]], None
 
@@ -132,16 +132,16 @@ class Simulations:
             (block @ self.keys.T + self.bias).argmax(axis=1)
             for block in _blocks(self._scaled(measured))
         ]
-        return self.theta[_to_host(self.xp.concatenate(found))], None
+        return self.theta[to_host(self.xp.concatenate(found))], None
 
     def _moments(self, out, log_sum):
         """Means and standard deviations in the units of the parameters, on the host."""
-        mean, square = np.split(_to_host(out).astype(np.float64), 2, axis=1)
+        mean, square = np.split(to_host(out).astype(np.float64), 2, axis=1)
         deviation = np.sqrt(np.maximum(square - mean**2, 0)) * (HIGH - LOW) / 2
         evidence = None
         if log_sum is not None:
             constant = len(ECHO_TIMES) * np.log(NOISE * np.sqrt(2 * np.pi))
-            evidence = _to_host(log_sum) - np.log(len(self.theta)) - constant
+            evidence = to_host(log_sum) - np.log(len(self.theta)) - constant
         return _from_units(mean), deviation, evidence
 
 
@@ -168,13 +168,6 @@ def _from_units(units):
     return (units * (HIGH - LOW) + LOW + HIGH) / 2
 
 
-def _to_host(x):
+def to_host(x):
+    """An array as NumPy's, in its own dtype."""
     return x if isinstance(x, np.ndarray) else x.get()
-
-
-def _library_softmax(xp):
-    if xp is np:
-        return scipy.special.softmax
-    import cupyx.scipy.special
-
-    return cupyx.scipy.special.softmax

@@ -1,17 +1,16 @@
 """The four methods on the teaching case, N = 4096 and d = 64."""
 
+import functools
 import warnings
 
 import numpy as np
-import scipy.special
 
 from cupyflash._attention.api import attention
-from cupyflash._cli import console, measure
+from cupyflash._cli import bench_cases, console, measure
 from cupyflash._reference import forward as reference
 from cupyflash._softmax.api import softmax
 
 N, HEAD_DIM = 4096, 64
-METHODS = ("naive", "safe", "online", "tiled")
 
 # exp(x) of the largest finite float16, 65504, is at x = 11.0899.
 OVERFLOW = (10.0, 11.0, 11.08, 11.1, 12.0)
@@ -29,10 +28,10 @@ def softmax_rows(xp, on_gpu):
     """A row for each method: softmax over the rows of the scores."""
     *_, scores = inputs(xp)
     exact = reference.softmax(scores, axis=-1)
-    calls = {m: _bind(softmax, scores, axis=-1, method=m) for m in METHODS}
-    calls["SciPy" if xp is np else "CuPy"] = _bind(
-        _library_softmax(xp), scores, axis=-1
-    )
+    bind, methods = functools.partial, bench_cases.METHODS
+    calls = {m: bind(softmax, scores, axis=-1, method=m) for m in methods}
+    plain = bench_cases.library_softmax(xp)
+    calls["SciPy" if xp is np else "CuPy"] = bind(plain, scores, axis=-1)
     return _measure_all(calls, exact, on_gpu, relative_to_each=True)
 
 
@@ -40,8 +39,9 @@ def attention_rows(xp, on_gpu):
     """A row for each method: attention of one head."""
     q, k, v, _ = inputs(xp)
     exact = reference.attention(q, k, v)
-    calls = {m: _bind(attention, q, k, v, method=m) for m in METHODS}
-    plain = _library_softmax(xp)
+    bind, methods = functools.partial, bench_cases.METHODS
+    calls = {m: bind(attention, q, k, v, method=m) for m in methods}
+    plain = bench_cases.library_softmax(xp)
 
     def unfused():
         s = xp.matmul(q, k.T) * np.float32(HEAD_DIM**-0.5)
@@ -64,18 +64,6 @@ def overflow_rows(xp):
             )
         rows.append({"x": x, "naive": naive, "tiled": tiled})
     return rows
-
-
-def _bind(function, *args, **kwargs):
-    return lambda: function(*args, **kwargs)
-
-
-def _library_softmax(xp):
-    if xp is np:
-        return scipy.special.softmax
-    import cupyx.scipy.special
-
-    return cupyx.scipy.special.softmax
 
 
 def _measure_all(calls, exact, on_gpu, relative_to_each):

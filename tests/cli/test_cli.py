@@ -308,7 +308,7 @@ def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_a_folder_that_is_none(command, monkeypatch, tmp_path, capsys):
     """Said at once, not after the work, and without a traceback."""
-    monkeypatch.setattr(bench_command, "measure_softmax", None)
+    monkeypatch.setattr(bench_command, "measured", None)
     monkeypatch.setattr(demo, "_fit", None)
     path = tmp_path / "a file"
     path.touch()

@@ -23,7 +23,6 @@ from cupyflash._attention.cpu.block import (
 from cupyflash._attention.cpu.entries import (
     Entries,
     cut_in_two,
-    half_of,
     half_problem,
     halves_of,
     has_whole_entries,
@@ -128,7 +127,7 @@ class Direct(entries.Direct):
         """Whether calls like this one can be made this way."""
         forward = problem.forward
         return (
-            cls.fits(forward, problem.q_shape, problem.k_shape)
+            cls.takes(forward, problem.q_shape, problem.k_shape)
             and (
                 vjp_halves_of(problem) is not None
                 or (takes(problem) and num_threads(forward) == 1)
@@ -138,14 +137,16 @@ class Direct(entries.Direct):
             and not _shares(problem)
         )
 
+    _LACKS = 0, 0, 0, 0, 1, 1, 0, 0, 2, 2, 3, 3
+    _KEYS = 2, 3
+
     def __init__(self, problem, whole=None):
-        super().__init__(problem.forward, whole)
+        super().__init__(problem.forward, whole or problem.forward)
         self._problem = problem
-        self._axis, parts = (whole is None and vjp_halves_of(problem)) or (0, ())
-        self._halves = [
-            (part, Direct(_half_problem(problem, self._axis, part), problem.forward))
-            for part in parts
-        ]
+        self._cut_in_halves(
+            None if whole else vjp_halves_of(problem),
+            lambda *half: Direct(_half_problem(problem, *half), problem.forward),
+        )
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
         self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
@@ -159,37 +160,14 @@ class Direct(entries.Direct):
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not (flags and dout.flags.c_contiguous):
             return None
-        if self._halves:
-            return self._gradients_in_halves(dout, q, k, v, *others)
-        run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
-        return run(self._gradients, dout, q, k, v, *others)
-
-    def _gradients_in_halves(
-        self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
-        key_lengths,
-    ):  # fmt: skip
-        """The same by two threads, each with a half."""
-        results = [None, None]
-        axis = self._axis
-
-        def compute(number, scratch):
-            part, direct = self._halves[number]
-            keys, values = k, v
-            if axis < -2:
-                keys, values = half_of(k, axis, part), half_of(v, axis, part)
-            results[number] = direct._gradients(
-                half_of(dout, axis, part), half_of(q, axis, part), keys, values,
-                half_of(lse, axis + 1, part), half_of(dlse, axis + 1, part),
-                half_of(bias, axis, part), half_of(mask, axis, part),
-                half_of(sinks, axis + 2, part), half_of(slopes, axis + 2, part),
-                half_of(query_lengths, axis + 3, part),
-                half_of(key_lengths, axis + 3, part),
-            )  # fmt: skip
-
-        _threads.for_each_with_blas(compute, (0, 1), 2)
+        if not self._halves:
+            small = self._is_small_for_blas
+            run = _threads.silently if small else _threads.run_with_blas
+            return run(self._gradients, dout, q, k, v, *others)
+        results = self._in_halves(Direct._gradients, dout, q, k, v, *others)
         if None in results:
             return None
-        dq, dk, dv = zip(*(grads[:3] for grads in results), strict=True)
+        axis, (dq, dk, dv) = self._axis, zip(*(x[:3] for x in results), strict=True)
         if axis == -2:  # both have all keys
             return AttentionGrads(
                 np.concatenate(dq, axis), np.add(*dk, dk[0]), np.add(*dv, dv[0])

@@ -334,16 +334,14 @@ class Direct:
     `Entries.compute` does, for contiguous arrays and most options.
     """
 
-    @staticmethod
-    def takes(problem, q_shape, k_shape):
-        """Whether calls like this one can be made this way."""
-        return (is_one_box(problem) or halves_of(problem) is not None) and Direct.fits(
-            problem, q_shape, k_shape
-        )
+    # How many of the last axes of q an argument of `_compute` lacks, where halves take a
+    # part of it; None where both take all, as those of rows do of those of `_KEYS`.
+    _LACKS = 0, 0, 0, 0, 0, None, 0, 2, 2, 3, 3
+    _KEYS = 1, 2
 
     @staticmethod
-    def fits(problem, q_shape, k_shape):
-        """Whether dtype and options are such that this way has all they need."""
+    def takes(problem, q_shape, k_shape):
+        """Whether a call of one box, or of two halves, can be made this way."""
         return (
             problem.dtype == problem.compute_dtype
             # Else products may overflow though their scores are small.
@@ -362,11 +360,10 @@ class Direct:
         )
 
     def __init__(self, problem, whole=None):
-        self._axis, parts = (whole is None and halves_of(problem)) or (0, ())
-        self._halves = [
-            (part, Direct(half_problem(problem, self._axis, part), problem))
-            for part in parts
-        ]
+        self._cut_in_halves(
+            None if whole else halves_of(problem),
+            lambda *half: Direct(half_problem(problem, *half), problem),
+        )
         whole = whole or problem
         self._factor = np.asarray(scale_of(problem))
         self._folds = (
@@ -426,45 +423,42 @@ class Direct:
             b, h = (x.item() if x.size == 1 else x for x in (b, h))
             self._places = positions(b, h, offset, rows, 0, keys)
 
-    def __call__(self, q, k, v, *options):
+    def _cut_in_halves(self, halves, direct_of):
+        """Make what computes each half, if there are some."""
+        self._axis, parts = halves or (0, ())
+        self._halves = [(part, direct_of(self._axis, part)) for part in parts]
+        self._axes = [0 if n is None else self._axis + n for n in self._LACKS]
+        if self._axis == -2:  # halves of rows have all keys
+            for number in self._KEYS:
+                self._axes[number] = 0
+
+    def __call__(self, q, k, v, out, *options):
         """(out, lse or None), or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
-        if self._halves:
-            return self._in_halves(q, k, v, *options)
-        run = _threads.silently if self._is_small_for_blas else _threads.run_with_blas
-        return run(self._compute, q, k, v, *options)
-
-    def _in_halves(
-        self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,
-        key_lengths,
-    ):  # fmt: skip
-        """The same by two threads, each with a half."""
+        if not self._halves:
+            small = self._is_small_for_blas
+            run = _threads.silently if small else _threads.run_with_blas
+            return run(self._compute, q, k, v, out, *options)
         if out is None:
             out = np.empty(self._out_shape, self._dtype)
+        results = self._in_halves(Direct._compute, q, k, v, out, *options)
+        if None in results or not self._return_lse:
+            return None if None in results else (out, None)
+        return out, np.concatenate([lse for _, lse in results], self._axis + 1)
+
+    def _in_halves(self, compute, *arguments):
+        """What a method gives of each half, by two threads."""
         results = [None, None]
-        axis = self._axis
 
-        def compute(number, scratch):
+        def one_half(number, scratch):
             part, direct = self._halves[number]
-            keys, values = k, v
-            if axis < -2:
-                keys, values = half_of(k, axis, part), half_of(v, axis, part)
-            results[number] = direct._compute(
-                half_of(q, axis, part), keys, values, half_of(out, axis, part),
-                half_of(bias, axis, part), functions, half_of(mask, axis, part),
-                half_of(sinks, axis + 2, part), half_of(slopes, axis + 2, part),
-                half_of(query_lengths, axis + 3, part),
-                half_of(key_lengths, axis + 3, part),
-            )  # fmt: skip
+            of_half = map(half_of, arguments, self._axes, (part,) * len(arguments))
+            results[number] = compute(direct, *of_half)
 
-        _threads.for_each_with_blas(compute, (0, 1), 2)
-        if None in results:
-            return None
-        if not self._return_lse:
-            return out, None
-        return out, np.concatenate([lse for _, lse in results], axis + 1)
+        _threads.for_each_with_blas(one_half, (0, 1), 2)
+        return results
 
     def _compute(
         self, q, k, v, out, bias, functions, mask, sinks, slopes, query_lengths,

@@ -89,9 +89,10 @@ def attention(*arguments):
     problem, operands = attention_problem.attention(*arguments)
     problem, operands = functions.as_options(problem, operands)
     if key is not None:
-        takes = entries.Direct.takes(problem, q.shape, k.shape)
-        direct = entries.Direct(problem) if takes else None
         compute = entries.run_one_box if entries.is_one_box(problem) else None
+        if compute or entries.halves_of(problem):
+            takes = entries.Direct.takes(problem, q.shape, k.shape)
+            direct = entries.Direct(problem) if takes else None
         checked.remember(_checked, key, (problem, direct, compute))
     return run(problem, operands)
 

@@ -334,9 +334,9 @@ class Direct:
     `Entries.compute` does, for contiguous arrays and most options.
     """
 
-    # How many of the last axes of q an argument of `_compute` lacks, where halves take a
-    # part of it; None where both take all, as those of rows do of those of `_KEYS`.
-    _LACKS = 0, 0, 0, 0, 0, None, 0, 2, 2, 3, 3
+    # How many of the last axes of q each argument of `_compute` lacks. Both halves take
+    # all of those that have None, and halves of rows of those at the places `_KEYS`.
+    _LACKS: tuple[int | None, ...] = (0, 0, 0, 0, 0, None, 0, 2, 2, 3, 3)
     _KEYS = 1, 2
 
     @staticmethod

@@ -17,11 +17,12 @@
 #error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, WARPS and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kBlockN = BLOCK_N;  // keys, padded with zeros to a multiple of 16
+constexpr int kBlockN = BLOCK_N;  // keys, padded with zeros to whole tiles
 constexpr int kWarps = WARPS;
 constexpr int kMinBlocks = MIN_BLOCKS;
 static_assert(kWarpSize * kWarps == kNumThreads);
-static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kBlockN % 16 == 0);
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0);
+static_assert(kBlockN % (kSplits ? 8 : 16) == 0);
 
 #ifdef PARTS
 constexpr int kParts = PARTS;  // tf32 numbers per float32
@@ -78,21 +79,25 @@ template <int kCols> struct matrix_t {
   __device__ __forceinline__ void load(const elem_t* x, index_t row_stride,
                                        int num_rows, int dim, int thread) const {
     constexpr int kElems = 16 / sizeof(elem_t);
-    const bool aligned = has_aligned_rows(x, row_stride, dim);
-    const unsigned to = address();
+    constexpr int kAtOnce = kThreads / kChunks;  // rows
+    const int first = thread / kChunks, col = thread % kChunks * kElems;
+    if (kThreads % kChunks != 0 && first >= kAtOnce) return;
+    const int end = col < dim ? num_rows : 0;
+    const elem_t* from = x + first * row_stride + col;
+    if (has_aligned_rows(x, row_stride, dim)) {
+      const unsigned to = address() + first * kPitch + thread % kChunks * 16;
 #pragma unroll
-    for (int first = 0; first < kCount * kChunks; first += kThreads) {
-      const int n = first + thread, row = n / kChunks, col = n % kChunks * kElems;
-      if (kCount * kChunks % kThreads != 0 && n >= kCount * kChunks) break;
-      const unsigned offset = row * kPitch + n % kChunks * 16;
-      const bool exists = row < num_rows && col < dim;
-      if (aligned) {
-        ptx::copy_async_or_zero(to + offset, exists ? x + row * row_stride + col : x,
-                                exists ? 16 : 0);
-      } else {
+      for (int row = 0; row < kCount; row += kAtOnce, from += kAtOnce * row_stride) {
+        if (kCount % kAtOnce != 0 && first + row >= kCount) break;
+        const bool exists = first + row < end;
+        ptx::copy_async_or_zero(to + row * kPitch, exists ? from : x, exists ? 16 : 0);
+      }
+    } else {
+#pragma unroll 1
+      for (int row = first; row < kCount; row += kAtOnce) {
         uint4 word = make_uint4(0, 0, 0, 0);
-        if (exists) word = gather(x + row * row_stride, col, dim);
-        *reinterpret_cast<uint4*>(rows + offset) = word;
+        if (row < end) word = gather(x + row * row_stride, col, dim);
+        *reinterpret_cast<uint4*>(at(row, col)) = word;
       }
     }
   }
@@ -108,15 +113,17 @@ struct right_t {
   unsigned parts[kParts][2];
 };
 
-// Splits a word from memory into kParts operands.
+// Splits a word from memory into kParts operands. mma.sync ignores the 13 low bits, so
+// that adding half of the last one it reads rounds; the rest then has only one bit more
+// than it reads.
 __device__ __forceinline__ void split_word(unsigned word, unsigned (&parts)[kParts]) {
   if constexpr (!kSplits) {
     parts[0] = word;
-  } else {
+  } else if constexpr (kParts == 1) {
     parts[0] = ptx::tf32_from_f32(__uint_as_float(word));
-    if constexpr (kParts == 2) {
-      parts[1] = ptx::tf32_from_f32(__uint_as_float(word) - __uint_as_float(parts[0]));
-    }
+  } else {
+    parts[0] = (word + 0x1000) & ~0x1fffu;
+    parts[1] = __float_as_uint(__uint_as_float(word) - __uint_as_float(parts[0]));
   }
 }
 template <int kWords>
@@ -177,12 +184,13 @@ __device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x, int col,
   return operand;
 }
 
-// Rows [8 tile, 8 tile + 16) of y as two right operands of x y^T.
+// Rows [8 tile, 8 tile + 16) of y as two right operands of x y^T. After an odd number
+// of tiles the last is there twice.
 template <int kCols>
 __device__ __forceinline__ void right(const matrix_t<kCols>& y, int tile, int step,
                                       right_t (&pair)[2]) {
   const int lane = lane_index();
-  const int row = 8 * tile + lane / 16 * 8 + lane % 8;
+  const int row = 8 * tile + (tile + 1 < kKeyTiles ? lane / 16 * 8 : 0) + lane % 8;
   unsigned words[4];
   ptx::ldmatrix_x4(words, y.address() + row * matrix_t<kCols>::kPitch +
                               (2 * step + lane / 8 % 2) * 16);
@@ -259,30 +267,41 @@ constexpr int kApart = kSplits ? 2 : 1;
 template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left,
                                              Right right) {
-  static_assert(kSteps % kApart == 0 && kTiles % 2 == 0);
+  static_assert(!kInLoop || kSteps % kApart == 0);
 #pragma unroll(kInLoop&& kSplits ? 1 : kSteps)
   for (int first = 0; first < kSteps; first += kApart) {
+    const int steps = kInLoop || first + kApart <= kSteps ? kApart : 1;
     left_t a[kApart];
 #pragma unroll
-    for (int step = 0; step < kApart; ++step) a[step] = left(first + step);
+    for (int step = 0; step < steps; ++step) a[step] = left(first + step);
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
       float sum[2][4] = {};
 #pragma unroll
-      for (int step = 0; step < kApart; ++step) {
+      for (int step = 0; step < steps; ++step) {
         right_t b[2];
         right(tile, first + step, b);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < 2 && tile + n < kTiles; ++n) {
           multiply(kSplits ? sum[n] : sums[tile + n], a[step], b[n]);
         }
       }
       if constexpr (kSplits) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) sums[tile + e / 4][e % 4] += sum[e / 4][e % 4];
+        for (int e = 0; e < 8 && tile + e / 4 < kTiles; ++e) {
+          sums[tile + e / 4][e % 4] += sum[e / 4][e % 4];
+        }
       }
     }
   }
+}
+
+template <int kTiles>
+__device__ __forceinline__ bool any_nonfinite(const float (&x)[kTiles][4]) {
+  float nonfinite = 0;
+#pragma unroll
+  for (int e = 0; e < 4 * kTiles; ++e) nonfinite = fmaf(x[e / 4][e % 4], 0, nonfinite);
+  return nonfinite != 0;
 }
 
 // s = x y^T for rows [row, row + 16) of x and all of y.
@@ -297,7 +316,7 @@ __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
       [&](int tile, int step, right_t(&pair)[2]) { right(y, tile, step, pair); });
   // Where one part is infinite the other is NaN, and so is a product that should not
   // be.
-  if constexpr (kParts == 2) {
+  if (kParts == 2 && any_nonfinite(s)) {
 #pragma unroll
     for (int e = 0; e < 4 * kKeyTiles; ++e) {
       float& sum = s[e / 4][e % 4];
@@ -340,8 +359,8 @@ __device__ __forceinline__ float over_row(float x, Combine combine) {
 
 // exp(s - m) as in weight(); 16-bit results need fewer digits.
 __device__ __forceinline__ float weight_of(float s, float m) {
-  if constexpr (kSplits) return weight(s, m);
-  return s == -infinity<float>() ? -0.f : exp_fast(s - m);
+  const float p = kSplits ? exp_of(s - m) : exp_fast(s - m);
+  return s == -infinity<float>() ? -0.f : p;
 }
 
 // Turns scores into weights, at most 1; m and l are those of the two rows.

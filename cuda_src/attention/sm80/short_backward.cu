@@ -12,7 +12,8 @@
 //            query heads of a group and sums dk and dv
 // Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
 //            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once per query head
-//            P, dS  kBlockM x kBlockN               shared, as elem_t
+//            P, dS  kBlockM x kBlockN               shared, as elem_t; in float32 where
+//                                                   v and k were
 //            dk, dv of a group                      shared, in float32
 //            S, dP, dq, dk, dv                      registers, laid out as in short.cuh
 // Memory     global: each array once, except out, which is read for delta only where
@@ -41,7 +42,13 @@ struct short_grads_t {
 
 using matrix_q = matrix_t<kHeadDim>;
 using matrix_v = matrix_t<kHeadDimV>;
-using matrix_p = matrix_t<kBlockN>;
+using matrix_p = matrix_t<(kBlockN + 15) / 16 * 16>;
+
+// float32 needs so much shared memory that few blocks fit: P takes the place of v, and
+// dS that of k, once these have been read for the last time.
+constexpr bool kReuses = kSplits && !kGrouped &&
+                         matrix_p::bytes(kBlockM) <= matrix_q::bytes(kBlockN) &&
+                         matrix_p::bytes(kBlockM) <= matrix_v::bytes(kBlockN);
 
 // Shared memory of the warps of a head, in memory order.
 struct smem_t {
@@ -56,9 +63,11 @@ struct smem_t {
     k.rows = q.rows + matrix_q::bytes(kBlockM);
     dout.rows = k.rows + matrix_q::bytes(kBlockN);
     v.rows = dout.rows + matrix_v::bytes(kBlockM);
-    p.rows = v.rows + matrix_v::bytes(kBlockN);
-    ds.rows = p.rows + matrix_p::bytes(kBlockM);
-    largest = reinterpret_cast<unsigned*>(ds.rows + matrix_p::bytes(kBlockM));
+    unsigned char* const weights = v.rows + matrix_v::bytes(kBlockN);
+    constexpr unsigned kBytes = kReuses ? 0 : matrix_p::bytes(kBlockM);
+    p.rows = kReuses ? v.rows : weights;
+    ds.rows = kReuses ? k.rows : weights + kBytes;
+    largest = reinterpret_cast<unsigned*>(weights + 2 * kBytes);
     kept = reinterpret_cast<float4*>(largest + 4 * kWarps);
   }
 };
@@ -119,10 +128,12 @@ __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
                                               const sums_t<kKeyTiles>& x,
                                               float factor) {
 #pragma unroll
-  for (int n = 0; n < kKeyTiles; ++n) {
+  for (int n = 0; n < (kBlockN + 15) / 16 * 2; ++n) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float low = x[n][2 * r] * factor, high = x[n][2 * r + 1] * factor;
+      const bool exists = n < kKeyTiles;  // not so after an odd number of tiles
+      const float low = exists ? x[n][2 * r] * factor : 0.f;
+      const float high = exists ? x[n][2 * r + 1] * factor : 0.f;
       elem_t* const to_pair =
           matrix.at(row + lane_index() / 4 + 8 * r, 8 * n + lane_index() % 4 * 2);
       if constexpr (kSplits) {
@@ -132,14 +143,6 @@ __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
       }
     }
   }
-}
-
-template <int kTiles>
-__device__ __forceinline__ bool any_nonfinite(const float (&x)[kTiles][4]) {
-  float nonfinite = 0;
-#pragma unroll
-  for (int e = 0; e < 4 * kTiles; ++e) nonfinite = fmaf(x[e / 4][e % 4], 0, nonfinite);
-  return nonfinite != 0;
 }
 
 // A query head in global memory, from the first query of this warp on.
@@ -320,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           min(seqlen_q - first, kRows)};
       differentiate(s, dp, scores, rows, smem, params, grads);
     }
-    if constexpr (kNarrow) sync_warps();  // the maxima are stored
+    if constexpr (kNarrow || kReuses) sync_warps();  // maxima are stored, v was read
     const float factor = factor_of_ds(smem.largest);
     if (has_queries) {
       if constexpr (kNarrow) {
@@ -328,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         for (int e = 0; e < 4 * kKeyTiles; ++e) dp[e / 4][e % 4] *= factor;
       }
       store_weights(smem.p, first, s, kFactorP);
-      store_weights(smem.ds, first, dp, 1);
+      if constexpr (!kReuses) store_weights(smem.ds, first, dp, 1);
       const target_t target = {at.at(dq, grads.dq) + first * grads.dq.row, grads.dq.row,
                                grads.dq.col, min(seqlen_q - first, kRows), dim};
 #pragma unroll 1
@@ -342,6 +345,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         found |= any_nonfinite(sums_q);
         store_rows(target.from(col), sums_q, {scale / factor, scale / factor});
       }
+    }
+    if constexpr (kReuses) {
+      sync_warps();  // k was read
+      if (has_queries) store_weights(smem.ds, first, dp, 1);
     }
     sync_warps();  // P and dS are complete
     if (first < kBlockN) {

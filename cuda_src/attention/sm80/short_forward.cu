@@ -124,12 +124,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           [&](int tile, int step, right_t(&pair)[2]) {
             right_trans(smem_v, col / 8 + tile, step, pair);
           });
-      float nonfinite = 0;
-#pragma unroll
-      for (int e = 0; e < 4 * kOutTiles; ++e) {
-        nonfinite = fmaf(o[e / 4][e % 4], 0, nonfinite);
-      }
-      if (__any_sync(kFullMask, nonfinite != 0)) add_seen_values(o, s, smem_v, col);
+      if (__any_sync(kFullMask, any_nonfinite(o))) add_seen_values(o, s, smem_v, col);
       store_rows(target.from(col), o, inverse);
     }
     __syncwarp();  // all lanes have read the tile of q before the next one replaces it

@@ -12,6 +12,7 @@ from cupyflash._attention.gpu.sm80.short_forward import (
     ROWS,
     dims,
     in_tiles,
+    keys_in_tiles,
     matrix_bytes,
     most_registers,
 )
@@ -77,19 +78,22 @@ class MmaShortVjpKernel(BackwardSpec):
     def head_bytes(self, forward: AttentionProblem) -> int:
         """The size of smem_t of attention/sm80/short_backward.cu."""
         itemsize = ITEMSIZE[forward.dtype]
-        queries, keys = in_tiles(forward.seqlen_q), in_tiles(forward.seqlen_k)
+        queries, keys = in_tiles(forward.seqlen_q), keys_in_tiles(forward)
         rows = sum(matrix_bytes(queries + keys, n, itemsize) for n in dims(forward))
-        weights = 2 * matrix_bytes(queries, keys, itemsize)
+        weights = matrix_bytes(queries, in_tiles(keys), itemsize)
+        reused = min(matrix_bytes(keys, n, itemsize) for n in dims(forward))
+        if itemsize == 4 and forward.group_size == 1 and weights <= reused:
+            weights = 0  # where k and v were
         warps = self.warps(forward)
         # dk and dv of the previous query heads, in float32.
         kept = sum(dims(forward)) * 64 * warps if forward.group_size > 1 else 0
-        return rows + weights + 16 * warps + kept
+        return rows + 2 * weights + 16 * warps + kept
 
     def config(
         self, forward: AttentionProblem, batch_dims: int, device: Device
     ) -> LaunchConfig:
         """The launch of the kernel that computes all gradients."""
-        queries, keys = in_tiles(forward.seqlen_q), in_tiles(forward.seqlen_k)
+        queries, keys = in_tiles(forward.seqlen_q), keys_in_tiles(forward)
         largest = max(*dims(forward), queries, keys)
         registers = MOST_REGISTERS
         if forward.group_size == 1:
@@ -115,6 +119,6 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
     name="mma_short",
     registers={
         2: {32: 96, 64: 136, math.inf: 255},
-        4: {32: 168, math.inf: 255},
+        4: {64: 168, math.inf: 255},
     },
 )

@@ -23,9 +23,14 @@ _NARROW = 64
 _MOST_WARPS = 4
 
 
-def in_tiles(rows: int) -> int:
-    """Rows as they are compiled: whole tiles of 16."""
-    return -(-rows // ROWS) * ROWS
+def in_tiles(rows: int, tile: int = ROWS) -> int:
+    """Rows as they are compiled: whole tiles."""
+    return -(-rows // tile) * tile
+
+
+def keys_in_tiles(problem: AttentionProblem) -> int:
+    """Keys as they are compiled: as many to a tile as a step of a product has."""
+    return in_tiles(problem.seqlen_k, 32 // ITEMSIZE[problem.dtype])
 
 
 def dims(problem: AttentionProblem) -> tuple[int, int]:
@@ -104,7 +109,7 @@ def config(
     shape = {
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim_v,
-        "BLOCK_N": in_tiles(problem.seqlen_k),
+        "BLOCK_N": keys_in_tiles(problem),
         "WARPS": warps,
         "MIN_BLOCKS": max(1, _REGISTERS // (num_threads * registers)),
         **more,
@@ -148,13 +153,13 @@ class MmaShortKernel(spec.ForwardSpec):
         """Shared memory of a head of k and v, and of the queries of its warps."""
         itemsize = ITEMSIZE[problem.dtype]
         dim, dim_v = dims(problem)
-        keys, queries = in_tiles(problem.seqlen_k), ROWS * self.warps(problem)
+        keys, queries = keys_in_tiles(problem), ROWS * self.warps(problem)
         return matrix_bytes(keys + queries, dim, itemsize) + matrix_bytes(
             keys, dim_v, itemsize
         )
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
-        keys = in_tiles(problem.seqlen_k)
+        keys = keys_in_tiles(problem)
         if max(dims(problem)) > _NARROW:  # wide heads take the registers of many keys
             keys = max(keys, _NARROW)
         return (
@@ -174,7 +179,7 @@ MMA_SHORT = MmaShortKernel(
     name="mma_short",
     registers={
         2: {48: 104, 64: 128, math.inf: 224},
-        4: {48: 168, math.inf: 255},
+        4: {40: 112, math.inf: 128},
     },
     # Tuned on an H200: docs/design/lab/results/short_h200.json. For 64 x 64 keys in 16
     # bits `hopper` is as fast, for more it is faster; for one query and 100 keys in

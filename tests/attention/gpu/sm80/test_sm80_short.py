@@ -135,8 +135,9 @@ def test_blocks_hold_all_heads(dtype, queries, keys, dim, dim_v):
         sizes = {n: int(x) for n, x in defines.items()}
         assert sizes["NUM_THREADS"] == 32 * sizes["WARPS"]
         assert config.num_blocks == 512
-        assert sizes["BLOCK_N"] % 16 == 0
-        assert keys <= sizes["BLOCK_N"] < keys + 16
+        tile = 8 if dtype == "float32" else 16
+        assert sizes["BLOCK_N"] % tile == 0
+        assert keys <= sizes["BLOCK_N"] < keys + tile
         assert sizes["HEAD_DIM"] >= dim
         assert sizes["HEAD_DIM_V"] >= dim_v
         assert config.variant.smem <= device().smem_optin

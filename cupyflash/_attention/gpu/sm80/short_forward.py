@@ -81,9 +81,10 @@ def most_registers(
     """Registers per thread, few if that lets more blocks run at once.
 
     `ladders` map the size of an element to what suffices on sm_90 without options, by
-    the longest side of the matrices.
+    the longest side of the matrices; tf32 takes a few more.
     """
-    if device.cc[0] != 9 or not is_plain(problem):
+    is_tf32 = problem.dtype == "float32" and problem.precision == "tf32"
+    if device.cc[0] != 9 or not is_plain(problem) or is_tf32:
         return MOST_REGISTERS
     return by_threshold(ladders[ITEMSIZE[problem.dtype]], largest)
 

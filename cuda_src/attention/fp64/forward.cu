@@ -189,21 +189,54 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
   }
 }
 
-// Adds the sums of two warps; both get the same bits.
+// Loops over a tile of keys. With kExact they stay loops and the tile is on the stack:
+// few blocks need that code, and it is compiled with each kernel.
+template <bool kExact> constexpr int kUnrolled = kExact ? 1 : 4 * kTiles;
+
+// dot() with kExact: the same sums in the same order.
 template <int kCount>
+__device__ __forceinline__ void dot_in_loop(rows_t<kCount>& rows,
+                                            const q_in_registers_t& q_in_registers,
+                                            const double* q, const double* k) {
+  q += sharer() * kStepsInShared * kStepSize + threadIdx.x % kWarpSize * kVec;
+  k += sharer() * kStepsD * 16;
+#pragma unroll 1
+  for (int n = 0; n < kTiles; ++n) {
+    double sum[4] = {};
+#pragma unroll
+    for (int step = 0; step < kStepsD; ++step) {
+      double a[8], b[4];
+      if (step < kStepsInShared) load_own(a, q, step);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const double2 x = load2(k + 8 * n * kHeadDim + 16 * step +
+                                place<kHeadDim>(lane_g(), 4 * i + lane_t()));
+        b[2 * i] = x.x;
+        b[2 * i + 1] = x.y;
+      }
+      const auto& own = q_in_registers.a[max(step - kStepsInShared, 0)];
+      add_product(sum, *(step < kStepsInShared ? &a : &own), b);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rows.s[n][e] = sum[e];
+  }
+}
+
+// Adds the sums of two warps; both get the same bits.
+template <bool kExact, int kCount>
 __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exchange) {
   constexpr int kSize = kWarpRows * kBlockN;
   double* const mine = exchange + threadIdx.x / kWarpSize * kSize;
   const double* const other = exchange + (threadIdx.x / kWarpSize ^ 1) * kSize;
   const int lane = threadIdx.x % kWarpSize * kVec;
   ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have read the previous exchange
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < 2 * kTiles; ++n) {
     *reinterpret_cast<double2*>(mine + n * kWarpSize * kVec + lane) =
         make_double2(rows.s[n / 2][n % 2 * 2], rows.s[n / 2][n % 2 * 2 + 1]);
   }
   ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have written
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < 2 * kTiles; ++n) {
     const double2 x = load2(other + n * kWarpSize * kVec + lane);
     rows.s[n / 2][n % 2 * 2] += x.x;
@@ -212,13 +245,13 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
 }
 
 // Turns raw scores into final ones; with kCheck hidden keys get -inf.
-template <bool kCheck, int kCount>
+template <bool kExact, bool kCheck, int kCount>
 __device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scores,
                                       const mask_bounds_t& bounds, index_t i0,
                                       index_t j0) {
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
     for (int e = 0; e < 4; ++e) {
       const int row = lane_g() + 8 * (e / 2), col = 8 * n + 2 * lane_t() + e % 2;
       double& s = rows.s[n][e];
@@ -238,14 +271,14 @@ __device__ __forceinline__ double of_row(double x, int e) {
 
 // If a score is far above m, m becomes the largest of the tile. From a NaN or +inf on,
 // the sum of a row is NaN.
-template <int kCount>
+template <bool kExact, int kCount>
 __device__ __forceinline__ void raise(rows_t<kCount>& rows, const exp2_t& exp2,
                                       const block_t& block, const float (&limit)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     double top = -infinity<double>();
     bool nonfinite = false;
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -337,7 +370,7 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
                    ? high_word_as_float(rows.m[r] + block.room)
                    : nan_value<float>();
   }
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -345,14 +378,14 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
       above |= !(high_word_as_float(rows.s[n][e]) <= limit[e / 2]);
     }
   }
-  if (__any_sync(kFullMask, above)) raise(rows, exp2, block, limit);
+  if (__any_sync(kFullMask, above)) raise<kExact>(rows, exp2, block, limit);
 
   double m[2], l[2] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     m[r] = rows.m[r] == -infinity<double>() ? 0 : rows.m[r];
   }
-#pragma unroll
+#pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -371,11 +404,10 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
   rows.l[1] += l[1];
 }
 
-// o += join(p value(v)), where join is called with the product of a tile.
-template <int kCount, typename Value, typename Join>
+// o += p v.
+template <int kCount>
 __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v,
-                                           const block_t& block, Value value,
-                                           Join join) {
+                                           const block_t& block) {
   const double* v_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -391,8 +423,8 @@ __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v
     for (int i = 0; i < 4; ++i) {
       const double2 x = ptx::load_here(v_lane[i % 2] +
                                        (16 * step + 8 * (i / 2)) * kHeadDimV + 16 * c);
-      a[fragment % 2][2 * i] = value(x.x);
-      a[fragment % 2][2 * i + 1] = value(x.y);
+      a[fragment % 2][2 * i] = x.x;
+      a[fragment % 2][2 * i + 1] = x.y;
     }
   };
   const int count = block.num_cols;
@@ -404,7 +436,7 @@ __device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v
       const int c = done / 2 / kStepsN, h = done % 2;
       ptx::hold(count, 2 * i);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) rows.o[c][h][n] += join(sum[c % 2][h][n]);
+      for (int n = 0; n < 4; ++n) rows.o[c][h][n] += sum[c % 2][h][n];
     }
     if (i >= kProducts) continue;
     const int fragment = i / 2, h = i % 2;
@@ -439,26 +471,45 @@ __device__ __forceinline__ double special(double count) {
 // that of values times kDown.
 constexpr double kDown = 0x1p-64, kUp = 0x1p64;
 
-// o += p v. With kExact a hidden key adds nothing, not even 0 * NaN: finite values are
-// summed, the others counted.
-template <bool kExact, int kCount>
-__device__ __forceinline__ void accumulate(rows_t<kCount>& rows, const double* v,
-                                           const block_t& block) {
-  const auto same = [](double x) { return x; };
-  if constexpr (kExact) {
-    const auto scaled = [](double x) { return is_finite(x) ? x * kDown : 0; };
-    add_values(rows, v, block, scaled, same);
-#pragma unroll
+// o += p v with kExact, where a hidden key adds nothing, not even 0 * NaN: finite
+// values are summed, then the others counted.
+template <int kCount>
+__device__ __forceinline__ void add_values_exactly(rows_t<kCount>& rows,
+                                                   const double* v) {
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    const bool counts = pass == 1;
+    const auto value = [=](double x) {
+      return counts ? code_of_v(x) : is_finite(x) ? x * kDown : 0;
+    };
+    double sum[kCount][2][4] = {};
+#pragma unroll 1
     for (int step = 0; step < kStepsN; ++step) {
+      double p[2][4];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        double& p = rows.p[step][n / 4][n % 4];
-        p = code_of_p(p);
+        const double x = rows.p[step][n / 4][n % 4];
+        p[n / 4][n % 4] = counts ? code_of_p(x) : x;
+      }
+#pragma unroll
+      for (int c = 0; c < kCount; ++c) {
+        double a[8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const double2 x = load2(v + place<kHeadDimV>(2 * lane_t() + i % 2, lane_g()) +
+                                  (16 * step + 8 * (i / 2)) * kHeadDimV + 16 * c);
+          a[2 * i] = value(x.x);
+          a[2 * i + 1] = value(x.y);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) add_product(sum[c][h], a, p[h]);
       }
     }
-    add_values(rows, v, block, code_of_v, special);
-  } else {
-    add_values(rows, v, block, same, same);
+#pragma unroll
+    for (int n = 0; n < 8 * kCount; ++n) {
+      const double x = sum[n / 8][n / 4 % 2][n % 4];
+      rows.o[n / 8][n / 4 % 2][n % 4] += counts ? special(x) : x;
+    }
   }
 }
 
@@ -502,11 +553,12 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     const index_t j = index_t(kv_tile / 2) * kBlockN;
     const index_t num_keys = block.last - block.first - j;
     if constexpr (is_v.value) {
-      copy_rows<kBlockN, kHeadDimV>(to, block.v + j * params.v.row, params.v.row,
-                                    num_keys, block.num_cols);
+      copy_rows<kBlockN, kHeadDimV, kHeadDimV, kExact>(
+          to, block.v + j * params.v.row, params.v.row, num_keys, block.num_cols);
     } else {
-      copy_rows<kBlockN, kHeadDim>(to, block.k + j * params.k.row, params.k.row,
-                                   num_keys, static_cast<int>(params.head_dim));
+      copy_rows<kBlockN, kHeadDim, kHeadDim, kExact>(to, block.k + j * params.k.row,
+                                                     params.k.row, num_keys,
+                                                     static_cast<int>(params.head_dim));
     }
   };
   const auto fetch = [&](auto is_v, int kv_tile) {
@@ -583,32 +635,40 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
                      block.first + j, block.first + j + kBlockN) != kShowsNone;
     constexpr flag_t<false> kK;
     constexpr flag_t<true> kV;
-    if (!some) {
-      take(kK, kv_tile);
-      release(kv_tile);
-      go_on(kK, kv_tile);
-      take(kV, kv_tile + 1);
-      release(kv_tile + 1);
-      go_on(kV, kv_tile + 1);
-      continue;
-    }
-    dot(rows, q_in_registers, smem_q + first_row * 16 * kSharers * kStepsInShared,
-        take(kK, kv_tile), block);
-    release(kv_tile);
-    if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-    // The softcap and score functions are inlined once: each tanh is long to compile.
-    if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
-        j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
-      if constexpr (kTerms) {
-        score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+    // Skipped tiles take the same way, for their copies are long to compile.
+    const double* const k_tile = take(kK, kv_tile);
+    if (some) {
+      const double* const own_q = smem_q + first_row * 16 * kSharers * kStepsInShared;
+      if constexpr (kExact) {
+        dot_in_loop(rows, q_in_registers, own_q, k_tile);
+      } else {
+        dot(rows, q_in_registers, own_q, k_tile, block);
       }
-    } else {
-      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      score<true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
     }
-    softmax<kExact>(rows, block);
+    release(kv_tile);
+    if (some) {
+      if constexpr (kSharers == 2) exchange_sums<kExact>(rows, exchange);
+      // The softcap and score functions are inlined once: each tanh is long to compile.
+      if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
+          j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
+        if constexpr (kTerms) {
+          score<kExact, false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+        }
+      } else {
+        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+        score<kExact, true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
+      }
+      softmax<kExact>(rows, block);
+    }
     go_on(kK, kv_tile);
-    accumulate<kExact>(rows, take(kV, kv_tile + 1) + 16 * first_chunk, block);
+    const double* const v_tile = take(kV, kv_tile + 1) + 16 * first_chunk;
+    if (some) {
+      if constexpr (kExact) {
+        add_values_exactly(rows, v_tile);
+      } else {
+        add_values(rows, v_tile, block);
+      }
+    }
     release(kv_tile + 1);
     go_on(kV, kv_tile + 1);
   }

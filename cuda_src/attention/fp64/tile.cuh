@@ -56,8 +56,9 @@ template <bool kValue> struct flag_t {
 };
 
 // Starts copies of the first kCols columns of kRows rows to shared memory, in which
-// rows are kDim long; rows from `num_rows` and columns from `dim` on are zeros.
-template <int kRows, int kDim, int kCols = kDim>
+// rows are kDim long; rows from `num_rows` and columns from `dim` on are zeros. Whole
+// tiles take a fast way, unless the code must be short.
+template <int kRows, int kDim, int kCols = kDim, bool kShort = false>
 __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t stride,
                                           index_t num_rows, int dim) {
   constexpr int kVectors = kCols / kVec;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   x += first_row * stride + lane * kVec;
-  if (aligned && num_rows >= kRows && dim >= kCols && kRows % kStep == 0) {
+  if (!kShort && aligned && num_rows >= kRows && dim >= kCols && kRows % kStep == 0) {
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
 #pragma unroll

@@ -547,41 +547,46 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     while (!ptx::copy_barrier_test(&barrier, parity)) {
     }
   };
+  // Copies of tiles that a warp skips are short code, as all are with kExact.
+  constexpr flag_t<false> kK;
+  constexpr flag_t<true> kV;
+  constexpr flag_t<kExact> kFast;
+  constexpr flag_t<true> kShort;
   // Items are tiles of k and v in turn: k of the first tile, its v, k of the second.
-  const auto copy = [&](auto is_v, int kv_tile) {
+  const auto copy = [&](auto is_v, int kv_tile, auto is_short) {
     double* const to = slots + kv_tile % kSlots * kSlotSize;
     const index_t j = index_t(kv_tile / 2) * kBlockN;
     const index_t num_keys = block.last - block.first - j;
     if constexpr (is_v.value) {
-      copy_rows<kBlockN, kHeadDimV, kHeadDimV, kExact>(
+      copy_rows<kBlockN, kHeadDimV, kHeadDimV, is_short.value>(
           to, block.v + j * params.v.row, params.v.row, num_keys, block.num_cols);
     } else {
-      copy_rows<kBlockN, kHeadDim, kHeadDim, kExact>(to, block.k + j * params.k.row,
-                                                     params.k.row, num_keys,
-                                                     static_cast<int>(params.head_dim));
+      copy_rows<kBlockN, kHeadDim, kHeadDim, is_short.value>(
+          to, block.k + j * params.k.row, params.k.row, num_keys,
+          static_cast<int>(params.head_dim));
     }
   };
-  const auto fetch = [&](auto is_v, int kv_tile) {
+  const auto fetch = [&](auto is_v, int kv_tile, auto is_short) {
     if constexpr (kDrift) {
       if (kv_tile >= block.num_kv_tiles) return;
       const int slot = kv_tile % kSlots, turn = kv_tile / kSlots;
       if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
-      copy(is_v, kv_tile);
+      copy(is_v, kv_tile, is_short);
       ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
     } else {
-      if (kv_tile < block.num_kv_tiles) copy(is_v, kv_tile);
+      if (kv_tile < block.num_kv_tiles) copy(is_v, kv_tile, is_short);
       ptx::commit_copy_group();
     }
   };
   constexpr int kAhead = kSlots - 1;
   // Waits for a tile.
-  const auto take = [&](auto is_v, int kv_tile) {
+  const auto take = [&](auto is_v, int kv_tile, auto is_short) {
     if constexpr (kDrift) {
       wait(block.full[kv_tile % kSlots], kv_tile / kSlots % 2);
     } else {
       ptx::wait_copy_groups<kSlots - 2>();
       __syncthreads();  // the tile is visible; all warps have read the one before
-      fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead);
+      fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead, is_short);
     }
     return slots + kv_tile % kSlots * kSlotSize;
   };
@@ -595,8 +600,9 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     }
   };
   // Starts the copy of a later tile, unless take() did.
-  const auto go_on = [&](auto is_v, int kv_tile) {
-    if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead);
+  const auto go_on = [&](auto is_v, int kv_tile, auto is_short) {
+    if constexpr (kDrift)
+      fetch(flag_t<(is_v.value + kAhead) % 2>{}, kv_tile + kAhead, is_short);
   };
 
   const q_in_registers_t q_in_registers(
@@ -617,8 +623,8 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
   }
 #pragma unroll
   for (int kv_tile = 0; kv_tile < kSlots - 1; kv_tile += 2) {
-    fetch(flag_t<false>{}, kv_tile);
-    if (kv_tile + 1 < kSlots - 1) fetch(flag_t<true>{}, kv_tile + 1);
+    fetch(kK, kv_tile, kFast);
+    if (kv_tile + 1 < kSlots - 1) fetch(kV, kv_tile + 1, kFast);
   }
 
 #pragma unroll 1
@@ -633,44 +639,43 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()] &&
         scores.shown(block.i0 + first_row, block.i0 + first_row + kWarpRows,
                      block.first + j, block.first + j + kBlockN) != kShowsNone;
-    constexpr flag_t<false> kK;
-    constexpr flag_t<true> kV;
-    // Skipped tiles take the same way, for their copies are long to compile.
-    const double* const k_tile = take(kK, kv_tile);
-    if (some) {
-      const double* const own_q = smem_q + first_row * 16 * kSharers * kStepsInShared;
-      if constexpr (kExact) {
-        dot_in_loop(rows, q_in_registers, own_q, k_tile);
-      } else {
-        dot(rows, q_in_registers, own_q, k_tile, block);
-      }
+    if (!some) {
+      take(kK, kv_tile, kShort);
+      release(kv_tile);
+      go_on(kK, kv_tile, kShort);
+      take(kV, kv_tile + 1, kShort);
+      release(kv_tile + 1);
+      go_on(kV, kv_tile + 1, kShort);
+      continue;
+    }
+    const double* const own_q = smem_q + first_row * 16 * kSharers * kStepsInShared;
+    if constexpr (kExact) {
+      dot_in_loop(rows, q_in_registers, own_q, take(kK, kv_tile, kFast));
+    } else {
+      dot(rows, q_in_registers, own_q, take(kK, kv_tile, kFast), block);
     }
     release(kv_tile);
-    if (some) {
-      if constexpr (kSharers == 2) exchange_sums<kExact>(rows, exchange);
-      // The softcap and score functions are inlined once: each tanh is long to compile.
-      if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
-          j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
-        if constexpr (kTerms) {
-          score<kExact, false>(rows, scores, {}, block.i0 + first_row, block.first + j);
-        }
-      } else {
-        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-        score<kExact, true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
+    if constexpr (kSharers == 2) exchange_sums<kExact>(rows, exchange);
+    // The softcap and score functions are inlined once: each tanh is long to compile.
+    if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
+        j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
+      if constexpr (kTerms) {
+        score<kExact, false>(rows, scores, {}, block.i0 + first_row, block.first + j);
       }
-      softmax<kExact>(rows, block);
+    } else {
+      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+      score<kExact, true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
     }
-    go_on(kK, kv_tile);
-    const double* const v_tile = take(kV, kv_tile + 1) + 16 * first_chunk;
-    if (some) {
-      if constexpr (kExact) {
-        add_values_exactly(rows, v_tile);
-      } else {
-        add_values(rows, v_tile, block);
-      }
+    softmax<kExact>(rows, block);
+    go_on(kK, kv_tile, kFast);
+    const double* const v_tile = take(kV, kv_tile + 1, kFast) + 16 * first_chunk;
+    if constexpr (kExact) {
+      add_values_exactly(rows, v_tile);
+    } else {
+      add_values(rows, v_tile, block);
     }
     release(kv_tile + 1);
-    go_on(kV, kv_tile + 1);
+    go_on(kV, kv_tile + 1, kFast);
   }
 
   if constexpr (kTwoLevelSums) two_level.finish(rows, exp2_t(block.exp2));

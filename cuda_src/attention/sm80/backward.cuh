@@ -260,6 +260,7 @@ __device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
       const int row = row_0 + 16 * m + 8 * r + lane / 4;
       if (row >= num_rows) continue;
       grad_t* const target = gradient + row * row_step;
+      grad_t* own = target + (column_0 + lane % 4 * 2) * col_step;
 #pragma unroll
       for (int n = 0; n < kCols; ++n) {
         const int column = column_0 + 8 * n + lane % 4 * 2;
@@ -273,9 +274,10 @@ __device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
             *reinterpret_cast<float2*>(target + column) = make_float2(x, y);
           }
         } else {
-          if (column < dim) target[column * col_step] = to<grad_t>(x);
-          if (column + 1 < dim) target[(column + 1) * col_step] = to<grad_t>(y);
+          if (column < dim) own[0] = to<grad_t>(x);
+          if (column + 1 < dim) own[col_step] = to<grad_t>(y);
         }
+        own += 8 * col_step;
       }
     }
   }

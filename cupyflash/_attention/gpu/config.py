@@ -113,17 +113,20 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
             switches["MASK" if is_mask else f"{name.upper()}_T"] = (
                 1 if is_mask else CUDA_TYPES[dtype]
             )
-    if max(problem.num_heads, problem.head_dim, problem.head_dim_v) > LONG_AXIS:
-        switches["LONG_AXES"] = 1
-    if problem.softcap:
-        switches["SOFTCAP"] = 1
-    if problem.score is not None:
-        switches["SCORE_FUNCTION"] = 1
-    if problem.mask_function is not None:
-        switches["MASK_FUNCTION"] = 1
-    if problem.keys_of_part is not None:
-        switches["KEY_PARTS"] = 1
+    longest = max(problem.num_heads, problem.head_dim, problem.head_dim_v)
+    switches |= if_on(
+        LONG_AXES=longest > LONG_AXIS,
+        SOFTCAP=problem.softcap != 0,
+        SCORE_FUNCTION=problem.score is not None,
+        MASK_FUNCTION=problem.mask_function is not None,
+        KEY_PARTS=problem.keys_of_part is not None,
+    )
     return tuple((name, str(value)) for name, value in switches.items())
+
+
+def if_on(**switches):
+    """The switches that are not 0, as numbers."""
+    return {name: int(value) for name, value in switches.items() if value}
 
 
 def launch_config(

@@ -12,6 +12,7 @@ from cupyflash._attention.gpu.config import (
     defines,
     has_terms,
     holds_blocks,
+    if_on,
     is_plain,
     largest_tile,
     launch_config,
@@ -347,16 +348,13 @@ class MmaKernel(spec.ForwardSpec):
             "MIN_BLOCKS": tile.min_blocks,
             "STAGES": tile.stages,
         }
-        if tile.warps_per_row > 1:
-            switches["WARPS_PER_ROW"] = tile.warps_per_row
-        if self.is_persistent(tile, problem):
-            switches["PERSISTENT"] = 1
-        if self.is_aligned(problem):
-            switches["ALIGNED"] = 1
-        if self.is_prepared(problem):
-            switches["PREPARED"] = 1
-        if not scale_is_plain(problem.scale):
-            switches["SCALE_SCORES"] = 1
+        switches |= if_on(
+            WARPS_PER_ROW=tile.warps_per_row if tile.warps_per_row > 1 else 0,
+            PERSISTENT=self.is_persistent(tile, problem),
+            ALIGNED=self.is_aligned(problem),
+            PREPARED=self.is_prepared(problem),
+            SCALE_SCORES=not scale_is_plain(problem.scale),
+        )
         switches |= two_level_sum(problem)
         variant = Variant(
             source="attention/sm80/forward.cu",

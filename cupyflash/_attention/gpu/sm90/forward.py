@@ -14,6 +14,7 @@ from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     SplitKV,
     compiled_dims,
+    if_on,
     is_plain,
     launch_config,
     most_seen,
@@ -338,30 +339,22 @@ class HopperKernel(spec.ForwardSpec):
             "BOUNDS": bounds_of(problem),
             "PINGPONG": int(tile.pingpong),
         }
-        if tile.box_n:
-            switches["BOX_N"] = tile.box_n
-        if not scale_is_plain(problem.scale):
-            switches["SCALE_SCORES"] = 1
-        if (pack := self.pack(problem)) > 1:
-            switches["PACK"] = pack
-        if tile.evict_first and pack == problem.group_size:
-            switches["READ_ONCE"] = 1
-        num_splits = self.num_splits(problem, device)
-        if num_splits > 1:
-            switches["SPLIT"] = 1
-        elif columns := self._staged_columns(problem):
-            switches["STAGED_COLUMNS"] = columns
-        if self.combines(problem, device):
-            switches["COMBINE"] = 1
-        if has_mask_bits(problem):
-            switches["MASK_BITS"] = 1
-        if problem.bias is not None or problem.mask is not None:
-            if problem.terms == "keys":
-                switches["TERMS_OF_KEYS"] = 1
-                if _is_key_bias(problem):
-                    switches["KEY_BIAS"] = 1
-            elif problem.terms == "unit" and not has_mask_bits(problem):
-                switches["UNIT_COLUMNS"] = 1
+        pack, num_splits = self.pack(problem), self.num_splits(problem, device)
+        has_bits = has_mask_bits(problem)
+        terms = None if problem.bias is problem.mask is None else problem.terms
+        switches |= if_on(
+            BOX_N=tile.box_n,
+            SCALE_SCORES=not scale_is_plain(problem.scale),
+            PACK=pack if pack > 1 else 0,
+            READ_ONCE=tile.evict_first and pack == problem.group_size,
+            SPLIT=num_splits > 1,
+            STAGED_COLUMNS=0 if num_splits > 1 else self._staged_columns(problem),
+            COMBINE=self.combines(problem, device),
+            MASK_BITS=has_bits,
+            TERMS_OF_KEYS=terms == "keys",
+            KEY_BIAS=terms == "keys" and _is_key_bias(problem),
+            UNIT_COLUMNS=terms == "unit" and not has_bits,
+        )
         num_work_tiles = self._num_tiles(problem, tile) * num_splits
         return launch_config(
             problem,

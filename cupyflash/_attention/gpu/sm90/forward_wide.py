@@ -7,6 +7,7 @@ from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     SplitKV,
+    if_on,
     launch_config,
     most_seen,
     num_heads,
@@ -83,11 +84,10 @@ class HopperWideKernel(spec.ForwardSpec):
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         dims = self.dims(problem)
-        switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
-        if not scale_is_plain(problem.scale):
-            switches["SCALE_SCORES"] = 1
-        if self.is_mapped(problem, batch_dims):
-            switches["MAPPED"] = 1
+        switches = if_on(
+            SCALE_SCORES=not scale_is_plain(problem.scale),
+            MAPPED=self.is_mapped(problem, batch_dims),
+        )
         config = launch_config(
             problem,
             batch_dims,
@@ -97,6 +97,8 @@ class HopperWideKernel(spec.ForwardSpec):
             f"attention_{self.name}",
             arch=self.arch,
             smem=self.smem(problem),
+            HEAD_DIM=dims[0],
+            HEAD_DIM_V=dims[1],
             **switches,
         )
         return (config,)

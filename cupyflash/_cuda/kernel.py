@@ -107,28 +107,19 @@ def by_threshold(ladder: Mapping[float, Any], size: float) -> Any:
 
 
 def select(
-    specs: Iterable[KernelSpec],
-    problem: Any,
-    device: Device,
-    *,
-    name: str | None = None,
+    specs: Iterable[KernelSpec], problem: Any, device: Device
 ) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """The first kernel spec that supports `problem`, and why those before it do not.
-
-    `name` forces one, whatever its methods (used by tests and benchmarks).
-    """
+    """The first kernel spec that supports `problem`, and why those before it do not."""
     refused: list[tuple[str, str]] = []
     for spec in specs:
-        if name is not None and spec.name != name:
-            continue
-        if name is None and problem.method not in spec.methods:
+        if problem.method not in spec.methods:
             continue
         reason = spec.unsupported_reason(problem, device)
         if reason is None:
             return spec, tuple(refused)
         refused.append((spec.name, reason))
-    asked = f"method={problem.method!r}" if name is None else f"kernel {name!r}"
     raise NotImplementedError(
-        f"no kernel for {asked} takes this problem on {device.name} ({device.arch}):\n"
+        f"no kernel for method={problem.method!r} takes this problem on {device.name} "
+        f"({device.arch}):\n"
         + "\n".join(f"  {kernel}: {reason}" for kernel, reason in refused)
     )

@@ -25,7 +25,7 @@ def attention_vjp(dout, q, k, v, **options):
 
 def plain_attention_vjp(dout, q, k, v, **options):
     """Gradients by matmul and softmax, each step rounded to the dtype of `q`."""
-    work, _ = reference._rounding(q.dtype)
+    work = reference._work_dtype(q.dtype)
     xp = reference._namespace(q)
     return _gradients(xp, dout, q, k, v, q.dtype, work, **options)
 

@@ -5,9 +5,9 @@ return float64 (complex128) NumPy arrays, computed by SciPy or by the formula wi
 score in memory. They compute in float64, for float64 inputs in long double, so that
 even there the reference is the better of the two.
 
-`plain_*` are the same formulas as a user would write them, unfused, in the dtype of the
-input and on the arrays given: a kernel may be at most twice as far from the reference
-as they are.
+`plain_attention` is the same formula as a user would write it, unfused, in the dtype of
+the input and on the arrays given: a kernel may be at most twice as far from the
+reference as that is.
 """
 
 import sys
@@ -339,53 +339,11 @@ def _namespace(x):
     return sys.modules["cupy"] if arrays.is_cupy(x) else np
 
 
-def _rounding(dtype):
-    """(work dtype, function that rounds to `dtype`)."""
-    work = np.float64 if dtype == np.float64 else np.float32
-    return work, lambda x: x.astype(dtype, copy=False).astype(work, copy=False)
-
-
-def plain_softmax(x, axis=None, *, where=None, scale=1.0):
-    """Softmax as five array operations, each rounded to the dtype of `x`."""
-    return _plain_softmax(x, axis, where, scale, log=False)
-
-
-def plain_log_softmax(x, axis=None, *, where=None, scale=1.0):
-    """log_softmax as array operations, each rounded to the dtype of `x`."""
-    return _plain_softmax(x, axis, where, scale, log=True)
-
-
-def _plain_softmax(x, axis, where, scale, log):
-    xp = _namespace(x)
-    work, rounded = _rounding(x.dtype)
-    with np.errstate(all="ignore"):
-        t = rounded(x.astype(work, copy=False) * work(scale))
-        if where is not None:
-            t = xp.where(where, t, -xp.inf).astype(work, copy=False)
-        t = rounded(t - t.max(axis=axis, keepdims=True))
-        e = rounded(xp.exp(t))
-        total = rounded(e.sum(axis=axis, keepdims=True))
-        y = rounded(t - rounded(xp.log(total))) if log else rounded(e / total)
-        if where is not None:
-            y = xp.where(where, y, -xp.inf if log else 0)
-    return y.astype(x.dtype)
-
-
-def plain_logsumexp(a, axis=None, keepdims=False):
-    """Logsumexp as array operations, each rounded to the dtype of `a`."""
-    xp = _namespace(a)
-    work, rounded = _rounding(a.dtype)
-    with np.errstate(all="ignore"):
-        t = a.astype(work, copy=False)
-        m = t.max(axis=axis, keepdims=True)
-        m = xp.where(xp.isfinite(m), m, 0).astype(work, copy=False)
-        e = rounded(xp.exp(rounded(t - m)))
-        total = rounded(e.sum(axis=axis, keepdims=True))
-        y = rounded(rounded(xp.log(total)) + m)
-    return (y if keepdims else xp.squeeze(y, axis=axis)).astype(a.dtype)
+def _work_dtype(dtype):
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def plain_attention(q, k, v, **options):
     """Attention by matmul, softmax, matmul, each step rounded to the dtype of `q`."""
-    work, _ = _rounding(q.dtype)
+    work = _work_dtype(q.dtype)
     return _attention(_namespace(q), q, k, v, q.dtype, work, **options)

@@ -67,18 +67,11 @@ def test_the_first_row_that_does_not_refuse(problem, device, name, refused):
     assert reasons == refused
 
 
-def test_a_row_by_name_whatever_its_rung():
-    row, _ = kernel.select(ROWS, FakeProblem("auto"), HOPPER, name="naive")
-    assert row.name == "naive"
-
-
 def test_no_row_says_why_not():
     with pytest.raises(NotImplementedError, match="no kernel for method='naive'") as e:
         kernel.select(ROWS, FakeProblem("naive", 6), HOPPER)
     assert "sm_90" in str(e.value)
     assert "naive: size over 5" in str(e.value)
-    with pytest.raises(NotImplementedError, match="no kernel for kernel 'fast'"):
-        kernel.select(ROWS, FakeProblem("auto", 11), HOPPER, name="fast")
 
 
 @pytest.mark.parametrize("arch", ARCHS)

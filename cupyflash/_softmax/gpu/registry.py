@@ -179,9 +179,7 @@ KERNELS = (  # best first
 )
 
 
-def select(
-    problem: Any, device: Device, *, name: str | None = None, unfit: Iterable[str] = ()
-):
+def select(problem: Any, device: Device, unfit: Iterable[str] = ()):
     """The kernel spec for a problem, and why those before it refused.
 
     Specs named in `unfit` are skipped: the device could not hold their launch.
@@ -191,4 +189,4 @@ def select(
         for spec in KERNELS
         if problem.function in spec.functions and spec.name not in unfit
     ]
-    return kernel.select(specs, problem, device, name=name)
+    return kernel.select(specs, problem, device)

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyflash._attention.gpu import params as attention_params
-from cupyflash._attention.gpu.config import OPTIONS
 from cupyflash._attention.gpu.params import contiguous_strides
 from cupyflash._attention.vjp_problem import AttentionVjpProblem, aligned, aligned_bias
-from cupyflash._core import strides as _strides
 from cupyflash._cuda.structs import AXES, Struct
 
 # Tiles that a block may loop over before it pays to divide them between blocks.
@@ -76,52 +74,34 @@ class Layout:
 def layout(problem: AttentionVjpProblem, operands) -> Layout:
     """The kernels' view of the arrays; new gradients are contiguous."""
     forward, batch = problem.forward, problem.forward.batch
-    num_batch = len(batch)
-    strides: dict[str, tuple[int, ...]] = {
-        name: _strides.element_strides(x)
-        for name, x in (
-            *((name, getattr(operands.forward, name)) for name in _FORWARD),
-            *((name, getattr(operands, name)) for name in ("dout", "lse", "dlse")),
-        )
-        if x is not None
-    }
+    outside = {name: getattr(operands, name) for name in ("dout", "lse", "dlse")}
+    gradients = {}
     for name, view in _gradient_views(problem).items():
-        shape = (*batch, *view.shape[num_batch:])
-        strides[name] = _strides.element_strides(np.broadcast_to(view, shape))
+        shape = (*batch, *view.shape[len(batch) :])
         if name == "dbias":
-            scores = (*batch, forward.num_heads, forward.seqlen_q, forward.seqlen_k)
-            strides[name] = _strides.element_strides(np.broadcast_to(view, scores))
-    # sinks have no batch axes; they are the same for each entry.
-    batch_strides = {
-        name: steps[:num_batch] if name != "sinks" else (0,) * num_batch
-        for name, steps in strides.items()
+            shape = (*batch, forward.num_heads, forward.seqlen_q, forward.seqlen_k)
+        gradients[name] = np.broadcast_to(view, shape)
+    inputs = {
+        name: getattr(operands.forward, name) for name in attention_params.FORWARD
     }
-    shape, merged = _strides.collapse(batch, list(batch_strides.values()))
-    shape = shape or (1,)  # a kernel has at least one batch axis
-    batches = dict(zip(batch_strides, (m or (0,) for m in merged), strict=True))
-
-    def operand(name):
-        rest = strides.get(name, ())
-        rest = rest[num_batch:] if name != "sinks" else rest
-        rest = (*rest, 0, 0, 0)[:3]
-        return (batches.get(name, (0,) * len(shape)), *rest)
-
-    kv_heads, group = forward.num_kv_heads, forward.group_size
+    strides = attention_params.strides_of(inputs | outside | gradients)
+    shape, found = attention_params.operands_of(batch, strides)
     targets = {}
-    for name in ("dq", "dk", "dv", "dbias"):
-        if name in strides:
-            head, row, col = strides[name][num_batch:]
-            of_head = (head, 0) if name in ("dk", "dv") else (group * head, head)
-            targets[name] = Target((*batches[name], *of_head), row, col)
+    for name in gradients:
+        of_batch, head, row, col = found[name]
+        of_head = (forward.group_size * head, head)
+        if name in ("dk", "dv"):
+            of_head = head, 0
+        targets[name] = Target((*of_batch, *of_head), row, col)
     params = {
         **attention_params.scalar_fields(forward),
         "batch_shape": shape,
-        **{name: operand(name) for name in _FORWARD},
+        **{name: found[name] for name in inputs},
     }
     return Layout(
         params,
-        {name: operand(name) for name in ("dout", "lse", "dlse")},
-        (*shape, kv_heads, group),
+        {name: found[name] for name in outside},
+        (*shape, forward.num_kv_heads, forward.group_size),
         targets,
     )
 
@@ -133,9 +113,6 @@ def with_new_lse(problem: AttentionVjpProblem, operands) -> Layout:
     """
     lse = _made_up(problem.rows_shape, problem.forward.compute_dtype)
     return layout(problem, operands._replace(lse=lse))
-
-
-_FORWARD = ("q", "k", "v", "out", *OPTIONS)
 
 
 def _made_up(shape, dtype="int8"):

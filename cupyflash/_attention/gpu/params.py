@@ -1,6 +1,7 @@
 """The parameters of every attention kernel: params_t."""
 
 import math
+from typing import Any
 
 from cupyflash._attention.gpu.config import OPTIONS, num_heads, num_splits
 from cupyflash._attention.problem import FAR, AttentionProblem
@@ -30,60 +31,51 @@ PARAMS = Struct(
 )
 
 
-# The axes of an operand after the batch axes.
-_AXES = {
-    **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
-    "sinks": ("head", "row"),  # the latter where rows are heads (_attention_views)
-    "alibi_slopes": ("head",),
-    **dict.fromkeys(("query_offsets", "query_lengths", "key_lengths"), ()),
-}
+FORWARD = ("q", "k", "v", "out", *OPTIONS)
 
 
-def params_fields(problem: AttentionProblem, operands) -> dict:
-    """The fields of params_t for a call; batch axes are merged where possible."""
-    strides, batch_strides = {}, {}
-    for name, axes in _AXES.items():
-        x = getattr(operands, name)
-        if x is not None:
-            steps = _strides.element_strides(x)
-            axes = axes[: len(steps)]
-        elif name == "out":
-            steps = new_out_strides(problem)
-        else:
-            strides[name] = dict.fromkeys(("head", "row", "col"), 0)
-            continue
-        num_batch = len(steps) - len(axes)
-        # sinks have no batch axes; they are the same for each entry.
-        batch_strides[name] = steps[:num_batch] or (0,) * len(problem.batch)
-        strides[name] = {
-            **dict.fromkeys(("head", "row", "col"), 0),
-            **dict(zip(axes, steps[num_batch:], strict=True)),
-        }
-    batch_strides["part"] = (0,) * len(problem.batch)
-    if problem.keys_of_part is not None:
-        batch_strides["part"] = (1, *batch_strides["part"][1:])
-    shape, merged = _strides.collapse(problem.batch, list(batch_strides.values()))
-    # A kernel has at least one batch axis.
-    shape = shape or (1,)
-    merged = [steps or (0,) for steps in merged]
-    batch_strides = dict(zip(batch_strides, merged, strict=True))
+def strides_of(arrays: dict[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """Strides in elements by name; None for an array that is absent."""
     return {
-        **scalar_fields(problem),
-        "batch_shape": shape,
-        **{
-            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
-            for name in _AXES
-        },
-        "part": (
-            batch_strides["part"],
-            num_heads(problem) // num_splits(problem),
-            0,
-            0,
-        ),
+        name: None if x is None else _strides.element_strides(x)
+        for name, x in arrays.items()
     }
 
 
-def scalar_fields(problem: AttentionProblem) -> dict:
+def operands_of(
+    batch: tuple[int, ...], strides: dict[str, tuple[int, ...] | None]
+) -> tuple[tuple[int, ...], dict[str, tuple[Any, ...]]]:
+    """The merged batch axes, and operand_t of arrays; an absent one does not move."""
+    # sinks have no batch axes; they are the same for each entry.
+    present = {
+        name: (0,) * len(batch) + steps if name == "sinks" else steps
+        for name, steps in strides.items()
+        if steps is not None
+    }
+    of_batch = [steps[: len(batch)] for steps in present.values()]
+    shape, merged = _strides.collapse(batch, of_batch)
+    shape = shape or (1,)  # a kernel has at least one batch axis
+    operands = dict.fromkeys(strides, ((0,) * len(shape), 0, 0, 0))
+    for (name, steps), batch_steps in zip(present.items(), merged, strict=True):
+        head, row, col = (*steps[len(batch) :], 0, 0, 0)[:3]
+        operands[name] = (batch_steps or (0,), head, row, col)
+    return shape, operands
+
+
+def params_fields(problem: AttentionProblem, operands) -> dict[str, Any]:
+    """The fields of params_t for a call; batch axes are merged where possible."""
+    strides = strides_of({name: getattr(operands, name) for name in FORWARD})
+    if strides["out"] is None:
+        strides["out"] = new_out_strides(problem)
+    part = [0] * len(problem.batch)
+    if problem.keys_of_part is not None:
+        part[0] = 1
+    strides["part"] = (*part, num_heads(problem) // num_splits(problem))
+    shape, found = operands_of(problem.batch, strides)
+    return {**scalar_fields(problem), "batch_shape": shape, **found}
+
+
+def scalar_fields(problem: AttentionProblem) -> dict[str, Any]:
     """The fields of params_t that do not depend on the memory layout of arrays."""
     return {
         "batch_size": math.prod(problem.batch),

@@ -145,7 +145,10 @@ class Direct(entries.Direct):
         self._problem = problem
         self._cut_in_halves(
             None if whole else vjp_halves_of(problem),
-            lambda *half: Direct(_half_problem(problem, *half), problem.forward),
+            lambda *half: Direct(
+                replace(problem, forward=half_problem(problem.forward, *half)),
+                problem.forward,
+            ),
         )
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
@@ -229,11 +232,7 @@ class Direct(entries.Direct):
         if self._groups is not None:
             dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
         return AttentionGrads(
-            self._as_given(dq, problem.q_shape),
-            self._as_given(dk, problem.k_shape),
-            self._as_given(dv, problem.v_shape),
-            dbias,
-            dsinks,
+            self._as_given(dq), self._as_given(dk), self._as_given(dv), dbias, dsinks
         )
 
     def _joined(self, x):
@@ -242,29 +241,11 @@ class Direct(entries.Direct):
             return x
         return x.reshape((*x.shape[:-4], -1, *x.shape[-2:]))
 
-    def _as_given(self, x, shape):
+    def _as_given(self, x):
         """A gradient in the layout of the call."""
-        if self._groups is None:
-            return np.ascontiguousarray(x).reshape(shape)
-        x = self._joined(x)
-        if len(shape) > 2:
-            x = heads_first(x, self._layout)  # its own inverse
-        return np.ascontiguousarray(x).reshape(shape)
-
-
-def _half_problem(problem, axis, part):
-    """The problem of a part of an axis."""
-    size = part.stop - part.start
-    q_shape, k_shape, v_shape = (
-        (*shape[:axis], size, *shape[len(shape) + axis + 1 :])
-        for shape in (problem.q_shape, problem.k_shape, problem.v_shape)
-    )
-    if axis == -2:
-        k_shape, v_shape = problem.k_shape, problem.v_shape
-    forward = half_problem(problem.forward, axis, part)
-    return replace(
-        problem, forward=forward, q_shape=q_shape, k_shape=k_shape, v_shape=v_shape
-    )
+        if self._groups is not None:
+            x = heads_first(self._joined(x), self._layout)  # its own inverse
+        return np.ascontiguousarray(x)
 
 
 def _sum_to(x, shape, dtype):

@@ -181,6 +181,7 @@ class Direct(entries.Direct):
         self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
         key_lengths,
     ):  # fmt: skip
+        shapes = q.shape, k.shape, v.shape
         if self._groups is not None:
             dout, q, k, v = (self._heads(x) for x in (dout, q, k, v))
             bias, mask = (self._split(x, -3) for x in (bias, mask))
@@ -231,9 +232,7 @@ class Direct(entries.Direct):
             dsinks = _sum_to(of_heads, problem.sinks_shape, dtype)
         if self._groups is not None:
             dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
-        return AttentionGrads(
-            self._as_given(dq), self._as_given(dk), self._as_given(dv), dbias, dsinks
-        )
+        return AttentionGrads(*map(self._as_given, (dq, dk, dv), shapes), dbias, dsinks)
 
     def _joined(self, x):
         """`x` with one axis for all heads, if they were in groups."""
@@ -241,11 +240,11 @@ class Direct(entries.Direct):
             return x
         return x.reshape((*x.shape[:-4], -1, *x.shape[-2:]))
 
-    def _as_given(self, x):
-        """A gradient in the layout of the call."""
+    def _as_given(self, x, shape):
+        """A gradient in the layout and the shape of the call."""
         if self._groups is not None:
             x = heads_first(self._joined(x), self._layout)  # its own inverse
-        return np.ascontiguousarray(x)
+        return np.ascontiguousarray(x).reshape(shape)
 
 
 def _sum_to(x, shape, dtype):

@@ -506,6 +506,21 @@ def test_some_entries_go_in_halves_to_two_threads(rng, ways, monkeypatch, name, 
     assert "for_each" not in ways or axis == "shared keys"
 
 
+def test_gradients_of_a_batch_go_in_halves_to_two_threads(rng, ways):
+    q, k, v = arrays(rng, 16, 16, 512, 128)
+    dout = rng.normal(size=q.shape).astype(q.dtype)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    call = dout, q, k, v, out, lse
+    told = cupyflash.explain("attention_vjp", *call).details
+    assert (told["heads_of_a_task"], told["threads"]) == (8, 2)
+    ways.clear()
+    grads = cupyflash.attention_vjp(*call)
+    assert ways == ["for_each", "hold_blas"]
+    one = cupyflash.attention_vjp(*(x[5:6] for x in call))
+    for a, b in zip(grads[:3], one[:3], strict=True):
+        np.testing.assert_array_equal(a[5:6], b)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_halves_that_are_not_finite_take_the_long_way(rng, ways, bad):
     q, k, v = arrays(rng, 1, 200, 130, 256)

@@ -43,6 +43,21 @@ def combine_launch(
     return combine_config.parts_config(problem, dims, out_dtype, out_lse_dtype), params
 
 
+def combine_splits(
+    problem, operands, states, out_lse_dtype=None
+) -> tuple[LaunchConfig, bytes]:
+    """The same for `states` of a call over splits of its keys, back to back."""
+    shape = (states.num_parts, *states.shape)
+    return combine_launch(
+        states,
+        attention_params.contiguous_strides((*shape, states.head_dim_v)),
+        attention_params.contiguous_strides(shape),
+        attention_params.out_strides(problem, operands),
+        problem.dtype,
+        out_lse_dtype,
+    )
+
+
 def _plan_of(problem, operands):
     """The plan of a call of merge_attention_states."""
     outs, lses, out = operands

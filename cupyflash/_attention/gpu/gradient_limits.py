@@ -119,6 +119,11 @@ def in_cache(device: Device, entry_bytes: int, share: float = CACHE_SHARE) -> in
     return max(1, int(device.l2_bytes * share) // entry_bytes)
 
 
+def section_in_cache(device: Device, num_kept: int, entry_bytes: int) -> int:
+    """Entries per section, so that those of one fit into the L2 cache together."""
+    return section(num_kept, in_cache(device, entry_bytes))
+
+
 def section(num_kept: int, most: int) -> int:
     """Entries per section, at most `most`.
 

@@ -65,8 +65,7 @@ def operands_of(
 def params_fields(problem: AttentionProblem, operands) -> dict[str, Any]:
     """The fields of params_t for a call; batch axes are merged where possible."""
     strides = strides_of({name: getattr(operands, name) for name in FORWARD})
-    if strides["out"] is None:
-        strides["out"] = new_out_strides(problem)
+    strides["out"] = out_strides(problem, operands)
     part = [0] * len(problem.batch)
     if problem.keys_of_part is not None:
         part[0] = 1
@@ -102,6 +101,13 @@ def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
         row = problem.num_heads * problem.head_dim_v
         steps = (*steps[:-3], problem.head_dim_v, row, 1)
     return steps
+
+
+def out_strides(problem: AttentionProblem, operands) -> tuple[int, ...]:
+    """Those of the caller's out, or of a new one."""
+    if operands.out is None:
+        return new_out_strides(problem)
+    return _strides.element_strides(operands.out)
 
 
 def contiguous_strides(shape) -> tuple[int, ...]:

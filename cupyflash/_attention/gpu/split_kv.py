@@ -9,10 +9,8 @@ import numpy as np
 
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import combine
-from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.config import SplitKV
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._core import strides as _strides
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
 # For splits, m and l of lse = m + log l: row_lse_t of attention/score/score.cuh.
@@ -36,23 +34,11 @@ def split_steps(
         problem.compute_dtype,
         in_sums=True,
     )
-    strides = attention_params.new_out_strides(problem)
-    if operands.out is not None:
-        strides = _strides.element_strides(operands.out)
-    outs, lses = (
-        (split.num_splits, *shape, problem.head_dim_v),
-        (split.num_splits, *shape),
-    )
-    config, params = combine.combine_launch(
-        states,
-        attention_params.contiguous_strides(outs),
-        attention_params.contiguous_strides(lses),
-        strides,
-        problem.dtype,
-    )
+    config, params = combine.combine_splits(problem, operands, states)
+    rows = (split.num_splits, *shape)
     memory = {
-        "out": num_bytes(outs, problem.compute_dtype),
-        "lse": num_bytes(lses, _ROW_LSE),
+        "out": num_bytes((*rows, problem.head_dim_v), problem.compute_dtype),
+        "lse": num_bytes(rows, _ROW_LSE),
     }
     return steps._replace(
         launches=[*steps.launches, (config, ("out", "lse", *RESULTS, params))],

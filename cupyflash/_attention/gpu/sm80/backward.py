@@ -229,8 +229,7 @@ class MmaVjpKernel(spec.BackwardSpec):
             return 1
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         entry_bytes = forward.seqlen_q * row * num_summed
-        in_cache = gradient_limits.in_cache(device, entry_bytes)
-        return gradient_limits.section(num_kept, in_cache)
+        return gradient_limits.section_in_cache(device, num_kept, entry_bytes)
 
     def configs(self, forward, batch_dims, device, everything):
         tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))

@@ -189,8 +189,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
         tile_bytes = split_tile_bytes(self.dim(forward), self.parts(forward))
         entry_bytes = 2 * granules(other) * tile_bytes * num_summed
-        in_cache = gradient_limits.in_cache(device, entry_bytes)
-        return gradient_limits.section(num_kept, in_cache)
+        return gradient_limits.section_in_cache(device, num_kept, entry_bytes)
 
     def configs(self, forward, batch_dims, device, everything):
         yield rows_config(forward, batch_dims)

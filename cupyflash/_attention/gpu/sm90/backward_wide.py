@@ -245,7 +245,6 @@ class HopperWideVjpKernel(BackwardSpec):
         else:
             rows, tile = forward.seqlen_q, TILE_M
             entry_bytes = forward.seqlen_k * 2 * columns // forward.group_size
-        in_cache = gradient_limits.in_cache(device, entry_bytes)
         num_tiles = -(-rows // tile)
         to_log2, hidden = gradient_limits.units(forward)
         return {
@@ -254,7 +253,7 @@ class HopperWideVjpKernel(BackwardSpec):
             "num_blocks": -(-forward.seqlen_q // BLOCK),
             "num_kept": num_kept,
             "num_summed": num_summed,
-            "section": gradient_limits.section(num_kept, in_cache),
+            "section": gradient_limits.section_in_cache(device, num_kept, entry_bytes),
             "to_log2": to_log2,
             "hidden": hidden,
             **self._cap(forward),

@@ -3,9 +3,8 @@
 from typing import Any
 
 from cupyflash._attention.gpu import mask_bits
-from cupyflash._attention.gpu.combine import combine_launch
+from cupyflash._attention.gpu.combine import combine_splits
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
-from cupyflash._attention.gpu.params import contiguous_strides, new_out_strides
 from cupyflash._attention.gpu.plan import pack_params
 from cupyflash._attention.gpu.sm90.forward import (
     HOPPER_INPUTS,
@@ -13,7 +12,6 @@ from cupyflash._attention.gpu.sm90.forward import (
     split_states,
 )
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
-from cupyflash._core.strides import element_strides
 from cupyflash._cuda.launch_sequence import Counter, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
@@ -65,23 +63,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
         (main, (inputs, "split_out", "split_lse", counter, *results, *rest)),
     ]
     if not combines:
-        launches.append(_combination(problem, operands, num_splits))
+        states = split_states(problem, num_splits)
+        config, packed = combine_splits(problem, operands, states, "float32")
+        launches.append((config, ("split_out", "split_lse", "out", "lse", packed)))
     return Steps(launches, {**scratch, **row.split_bytes(problem, device)})
-
-
-def _combination(problem, operands, num_splits):
-    """The launch that combines the splits of the keys."""
-    shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
-    outs, lses = (num_splits, *shape, problem.head_dim_v), (num_splits, *shape)
-    strides = new_out_strides(problem)
-    if operands.out is not None:
-        strides = element_strides(operands.out)
-    config, params = combine_launch(
-        split_states(problem, num_splits),
-        contiguous_strides(outs),
-        contiguous_strides(lses),
-        strides,
-        problem.dtype,
-        "float32",
-    )
-    return config, ("split_out", "split_lse", "out", "lse", params)

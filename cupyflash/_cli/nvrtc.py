@@ -122,11 +122,6 @@ def finding_in(log: str, entry: str, error: str = "") -> Finding:
     return Finding(**read_report(log, entry), serialized=serialized, error=error)
 
 
-def compile_one(job: Job) -> Outcome:
-    """Compile one kernel to machine code and read the assembler's report."""
-    return outcome_of(job, *find(job))
-
-
 def outcome_of(job: Job, finding: Finding, seconds: float) -> Outcome:
     """Judge a finding by the demands of the job's kernel row."""
     return Outcome(

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from cupyflash._cli import nvrtc as _nvrtc
@@ -59,17 +58,11 @@ def tokens_of(text: str) -> str:
     return "\n".join(line.strip() for line in lines)
 
 
-def _files_in(text):
+def files_in(text):
     """(name, tokens) of the files in a joined text, in their order."""
     first, *rest = _SEAM.split(text)
     names, pieces = ["", *rest[::2]], [first, *rest[1::2]]
     return [(name, tokens_of(p)) for name, p in zip(names, pieces, strict=True)]
-
-
-def program_of(text: str) -> str:
-    """The tokens of a joined text, without the names of its files."""
-    pieces = [tokens for _, tokens in _files_in(text)]
-    return "\n".join(filter(None, pieces))
 
 
 @functools.cache
@@ -81,7 +74,7 @@ def _hash_of_bodies(text):
     kernels.
     """
     bodies: dict[str, list[str]] = {}
-    for name, tokens in _files_in(text):
+    for name, tokens in files_in(text):
         bodies.setdefault(name, []).append(tokens)
     return hashlib.sha256(repr(sorted(bodies.values())).encode()).hexdigest()
 
@@ -99,14 +92,6 @@ def find(job: Job) -> tuple[str, Finding, float]:
     return digest_of(job), finding, seconds
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line of the file."""
-
-    nvrtc: str  # the NVRTC version that was used
-    finding: Finding
-
-
 class Outcomes:
     """Findings of earlier runs that had no error."""
 
@@ -114,7 +99,8 @@ class Outcomes:
         self.used = 0
         self.of_others = 0  # of those, found with another NVRTC
         self._path = path
-        self._lines: dict[str, _Line] = {}
+        # By digest: the NVRTC version that was used, and what it said.
+        self._lines: dict[str, tuple[str, Finding]] = {}
         if path is not None and path.exists():
             for text in path.read_text(encoding="utf-8").splitlines():
                 try:
@@ -126,28 +112,29 @@ class Outcomes:
                     continue
                 warning = "" if warning == _NONE else warning
                 finding = Finding(registers, stack, spills, smem, warning, "")
-                self._lines[digest] = _Line(nvrtc, finding)
+                self._lines[digest] = nvrtc, finding
 
     def get(self, job: Job, nvrtc: str | None = None) -> Finding | None:
         """The finding of a job, if one is valid for this version of NVRTC."""
         digest = digest_of(job)
-        line = self._lines.get(digest)
-        if line is None or (
-            nvrtc not in (None, line.nvrtc) and _is_in_sample(digest, nvrtc)
-        ):
+        if digest not in self._lines:
+            return None
+        known, finding = self._lines[digest]
+        is_other = nvrtc not in (None, known)
+        if is_other and _is_in_sample(digest, nvrtc):
             return None
         self.used += 1
-        self.of_others += nvrtc not in (None, line.nvrtc)
-        return line.finding
+        self.of_others += is_other
+        return finding
 
     def version_of(self, job: Job) -> str:
         """The NVRTC version that a job's finding comes from."""
-        return self._lines[digest_of(job)].nvrtc
+        return self._lines[digest_of(job)][0]
 
     def put(self, digest: str, finding: Finding, nvrtc: str) -> None:
         """Record the finding of the job with this digest."""
         if not finding.error:
-            self._lines[digest] = _Line(nvrtc, finding)
+            self._lines[digest] = nvrtc, finding
 
     def missing(self, jobs: Iterable[Job]) -> tuple[int, int]:
         """How many jobs have no line, and how many lines have no job."""
@@ -164,11 +151,10 @@ class Outcomes:
         if self._path is None:
             return
         rows = []
-        for digest, line in sorted(self._lines.items()):
-            f = line.finding
+        for digest, (nvrtc, f) in sorted(self._lines.items()):
             facts = (f.registers, f.stack_bytes, f.spill_bytes, f.static_smem)
             numbers = [_NONE if fact is None else str(fact) for fact in facts]
-            rows.append([digest, line.nvrtc, *numbers, f.serialized or _NONE])
+            rows.append([digest, nvrtc, *numbers, f.serialized or _NONE])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".part")
         text = "".join("\t".join(row) + "\n" for row in rows)

@@ -127,7 +127,8 @@ def test_an_error_names_the_file_and_the_line(tmp_path, monkeypatch):
     )
     variant = Variant("bad.cu", "bad")
     try:
-        outcome = _nvrtc.compile_one(Job("softmax", "bad", False, "sm_80", variant))
+        job = Job("softmax", "bad", False, "sm_80", variant)
+        outcome = _nvrtc.outcome_of(job, *_nvrtc.find(job))
     finally:
         _source.load.cache_clear()
     assert "bad.cuh(2)" in outcome.problem

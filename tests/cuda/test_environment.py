@@ -276,7 +276,8 @@ def test_headers_of_another_cuda(tmp_path):
         "from cupyflash._cuda import device as _kernels\n"
         "jobs = _compile_jobs.jobs_for(_kernels.device_of_arch('sm_80'))\n"
         "of = {job.operation: job for job in jobs}\n"
-        "print([_nvrtc.compile_one(job).problem for job in of.values()])\n"
+        "found = [_nvrtc.outcome_of(x, *_nvrtc.find(x)) for x in of.values()]\n"
+        "print([outcome.problem for outcome in found])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True

@@ -270,13 +270,9 @@ def measure(case: Case) -> Verdict:
     rng = np.random.default_rng(20)
     xp = importlib.import_module(case.backend)
     measured = {
-        "softmax": _softmax_error,
-        "log_softmax": _log_softmax_error,
-        "logsumexp": _logsumexp_error,
-        "softmax_vjp": _softmax_vjp_error,
         "attention": _attention_error,
         "attention_vjp": _attention_vjp_error,
-    }[case.function]
+    }.get(case.function, _softmax_error)
     allowed, unit = ALLOWED[case.function][case.dtype], ""
     if case.function == "logsumexp" and allowed >= 1:
         unit = "ulp"
@@ -323,64 +319,43 @@ def _on(xp, x, case):
 
 
 def _softmax_error(case, xp, rng):
+    """Of softmax, log_softmax, logsumexp, softmax_vjp."""
+    shape, axis = _SOFTMAX_SHAPES[case.kind]
     # Rows with a wide range of scores are where a careless exponential loses digits.
-    size = 2.0 if case.method == "naive" else 15.0
-    shape, axis = _SOFTMAX_SHAPES[case.kind]
-    x = _normal(rng, shape, case.dtype, size)
-    e = np.exp(_wide(x) - _wide(x).max(axis, keepdims=True))
-    exact = e / e.sum(axis, keepdims=True)
-    x = _on(xp, x, case)
-    out = xp.empty(x.shape[::-1], x.dtype).T if case.kind == "turned" else None
-    row, y = _call(softmax_api.softmax, x, axis=axis, method=case.method, out=out)
-    error = np.abs(reference.to_host(y) - exact)
-    # Subnormals have no relative precision.
-    normal = exact > 2 * bench_cases.tiny(case.dtype)
-    return row, float((error[normal] / exact[normal]).max()), _length(x, axis)
-
-
-def _length(x, axis):
-    """Number of elements in a row."""
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    return math.prod(x.shape[axis] for axis in axes)
-
-
-def _log_softmax_error(case, xp, rng):
-    shape, axis = _SOFTMAX_SHAPES[case.kind]
-    x = _normal(rng, shape, case.dtype, 15.0)
+    size = {"logsumexp": 5.0, "softmax_vjp": 2.0}.get(case.function, 15.0)
+    x = _normal(rng, shape, case.dtype, 2.0 if case.method == "naive" else size)
     m = _wide(x).max(axis, keepdims=True)
     scores = _wide(x) - m
-    exact = scores - np.log(np.exp(scores).sum(axis, keepdims=True))
-    row, y = _call(softmax_api.log_softmax, _on(xp, x, case), axis=axis)
-    error = np.abs(reference.to_host(y) - exact) / np.maximum(np.abs(exact), np.abs(m))
-    return row, float(error.max()), _length(x, axis)
-
-
-def _logsumexp_error(case, xp, rng):
-    shape, axis = _SOFTMAX_SHAPES[case.kind]
-    x = _normal(rng, shape, case.dtype, 5.0)
-    m = _wide(x).max(axis, keepdims=True)
-    exact = (m + np.log(np.exp(_wide(x) - m).sum(axis, keepdims=True))).squeeze(axis)
-    row, y = _call(softmax_api.logsumexp, _on(xp, x, case), axis=axis)
-    error = np.abs(reference.to_host(y) - exact)
-    if ALLOWED["logsumexp"][case.dtype] < 1:
-        return row, float((error / np.abs(exact)).max()), _length(x, axis)
-    unit = np.spacing(np.abs(exact).astype(case.dtype)).astype(np.float64)
-    return row, float((error / unit).max()), _length(x, axis)
-
-
-def _softmax_vjp_error(case, xp, rng):
-    shape, axis = _SOFTMAX_SHAPES[case.kind]
-    x = _wide(_normal(rng, shape, case.dtype, 2.0))
-    e = np.exp(x - x.max(axis, keepdims=True))
-    y = (e / e.sum(axis, keepdims=True)).astype(np.float64)
-    y, dy = y.astype(_arrays.to_dtype(case.dtype)), _normal(rng, shape, case.dtype)
-    inner = (_wide(y) * _wide(dy)).sum(axis, keepdims=True)
-    exact = _wide(y) * (_wide(dy) - inner)
-    row, dx = _call(
-        softmax_api.softmax_vjp, _on(xp, y, case), _on(xp, dy, case), axis=axis
-    )
-    error = np.abs(reference.to_host(dx) - exact)
-    return row, float(error.max() / np.abs(exact).max()), _length(x, axis)
+    e = np.exp(scores)
+    total = e.sum(axis, keepdims=True)
+    arrays, options = [x], {"axis": axis}
+    if case.function == "softmax":
+        exact = e / total
+        options["method"] = case.method
+        if case.kind == "turned":
+            options["out"] = xp.empty(shape[::-1], x.dtype).T
+        # Subnormals have no relative precision.
+        unit = np.where(exact > 2 * bench_cases.tiny(case.dtype), exact, np.inf)
+    elif case.function == "log_softmax":
+        exact = scores - np.log(total)
+        unit = np.maximum(np.abs(exact), np.abs(m))
+    elif case.function == "logsumexp":
+        exact = (m + np.log(total)).squeeze(axis)
+        unit = np.abs(exact)
+        if ALLOWED["logsumexp"][case.dtype] >= 1:
+            unit = np.spacing(unit.astype(case.dtype)).astype(np.float64)
+    else:
+        y = (e / total).astype(np.float64).astype(x.dtype)
+        dy = _normal(rng, shape, case.dtype)
+        arrays = [y, dy]
+        inner = (_wide(y) * _wide(dy)).sum(axis, keepdims=True)
+        exact = _wide(y) * (_wide(dy) - inner)
+        unit = np.abs(exact).max()
+    function = getattr(softmax_api, case.function)
+    row, found = _call(function, *(_on(xp, x, case) for x in arrays), **options)
+    error = np.abs(reference.to_host(found) - exact) / unit
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return row, float(error.max()), math.prod(shape[axis] for axis in axes)
 
 
 def _attention_inputs(case, rng, size):

@@ -15,6 +15,17 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target, const void* sourc
       : "memory");
 }
 
+// The same with an L2 cache policy.
+__device__ __forceinline__ void cp_async_bulk(unsigned target, const void* source,
+                                              unsigned bytes, unsigned barrier,
+                                              unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 // Adds floats of shared memory to global memory, each atomically. The threads that
 // wrote them must call fence_proxy_async() first. Belongs to the thread's open group.
 __device__ __forceinline__ void cp_reduce_async_bulk_add(float* target, unsigned source,

@@ -137,6 +137,17 @@ def test_row(arch, row, kind, dtype):
     assert kernels, line
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_long_rows_through_a_ring(dtype):
+    # Of 33 blocks: their threads must all run beside each other. Slices end within a
+    # chunk; what lies behind it in shared memory is NaN.
+    done = run_rows("--rows", "softmax/relay", "--dtypes", dtype, "--sms", "33")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2  # softmax and log_softmax
+    assert all(x.endswith(" s, softmax_relay_clear softmax_relay") for x in lines)
+
+
 def run_rows(*arguments):
     # In a process of its own, where no other CuPy has been imported.
     return subprocess.run(

@@ -72,6 +72,8 @@ SOFTMAX_SHAPES = {
     "long columns": (2, 3001, 24),
     "long rows": (2, 70_001, 1),
     "longer rows": (2, 300_001, 1),
+    "longest rows": (3, 1_048_583, 1),
+    "longest rows of doubles": (3, 524_291, 1),
     "many columns": (2, 300, 32_768),
     "short whole rows": (301, 32, 1),
     "shortest rows": (3001, 10, 1),
@@ -83,12 +85,18 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "long columns": ("float32",),
     "long rows": ("float32",),
     "longer rows": ("float32",),
+    "longest rows": ("float32", "float32"),  # both functions
+    "longest rows of doubles": ("float64", "float64"),
     "many columns": ("float32",),
     "short whole rows": ("float32", "bfloat16"),
     "shortest rows": ("float32", "bfloat16"),
 }
 # So large, half of its rows too, that only those try it that take nothing smaller.
-_ROWS_OF_KIND = {"many columns": ("logsumexp_shares",)}
+_ROWS_OF_KIND = {
+    "many columns": ("logsumexp_shares",),
+    "longest rows": ("relay",),
+    "longest rows of doubles": ("relay",),
+}
 # More, only to be asked about.
 SOFTMAX_REACH = SOFTMAX_SHAPES | {
     "one element": (9, 1, 1),

@@ -111,6 +111,15 @@ def _of_rings(problem, config, values):
     yield "steps of a row", -(-problem.row_length // (vector * at_once)) + 1
 
 
+def _of_relay(problem, config, values):
+    """slice_t of softmax/rows/relay.cu, and positions in a row."""
+    vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
+    chunk = on_chip.WARP * vector  # or more
+    slice_ = -(-problem.row_length // values["BLOCKS"]) + on_chip.VECTOR_BYTES * vector
+    yield "chunks of a block", problem.num_rows * (slice_ // chunk + 1)
+    yield "elements of a row", problem.row_length + chunk
+
+
 # Rows that are not here have 64 bits for all that grows with a problem.
 _COUNTS = {
     "columns": _of_columns_on_chip,
@@ -121,6 +130,7 @@ _COUNTS = {
     "span": _of_spans,
     "vjp_span": _of_spans,
     "logsumexp_span": _of_spans,
+    "relay": _of_relay,
     "tiled": _of_rows_on_chip,
     "vjp_tiled": _of_rows_on_chip,
     "trail": _of_line,

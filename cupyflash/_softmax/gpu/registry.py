@@ -18,6 +18,7 @@ from cupyflash._softmax.gpu.heuristics.columns import (
 )
 from cupyflash._softmax.gpu.heuristics.logsumexp import sum_rows
 from cupyflash._softmax.gpu.heuristics.long_rows import (
+    relay_rows,
     split_rows,
     stream_pairs,
     trail_pairs,
@@ -40,6 +41,7 @@ _SOURCES = {
     "tiled": "softmax/ladder/tiled.cu",
     "short": "softmax/rows/short.cu",
     "span": "softmax/rows/packed.cu",
+    "relay": "softmax/rows/relay.cu",
     "trail": "softmax/rows/cached_two_pass.cu",
     "split": "softmax/rows/two_pass.cu",
     "columns": "softmax/columns/on_chip.cu",
@@ -157,6 +159,7 @@ KERNELS = (  # best first
     SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),
     SoftmaxKernel("short", FORWARD, short_rows, shapes.SHORT_ROWS, _TILED, fast=True),
     SoftmaxKernel("span", FORWARD, span_rows, shapes.SPANNED, _TILED, fast=True),
+    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.STREAMED, _TILED, fast=True),
     SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.ON_CHIP_ROWS, _TILED, fast=True),
     SoftmaxKernel("vjp_span", BACKWARD, span_pairs, shapes.SPANNED_PAIRS, fast=True),
     SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.ON_CHIP_PAIRS, fast=True),

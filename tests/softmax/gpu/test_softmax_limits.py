@@ -270,6 +270,13 @@ NARROWED = {
     "detail/row_ring.cuh": {
         "int((length / kVector + at_once - 1) / at_once)": "steps of a row",
     },
+    "rows/relay.cu": {
+        "unsigned(layout.num_rows)": "chunks of a block",
+        "int(min(lines * block / kBlocks * kLine, layout.row_length))": (
+            "elements of a row"
+        ),
+        "int(aligned.num_vectors)": "elements of a row",
+    },
     "rows/cached_two_pass.cu": {
         "unsigned(layout.num_rows)": "parts of rows",
     },

@@ -96,6 +96,68 @@ def _along_line(problem, device, in_registers, blocks_per_sm, between):
     return varied(main, (blocks,), entry="clear"), main
 
 
+# Long rows through a ring in the shared memory of all multiprocessors: warps that sum,
+# follow and write, by bytes of an element; and the bytes of a row that a block has at
+# least. Groups of blocks take rows side by side if each block still has that much.
+_RELAY_WARPS = {4: (6, 3, 6), 8: (8, 3, 4)}
+_RELAY_SLICE = 62 << 10
+_RELAY_CHUNK = 4096  # bytes: on_chip.WARP * kHeld vectors
+_RELAY_CHUNKS = on_chip.WARP  # of a row in a block
+_RELAY_ROWS = 16  # kRowsUnderWay
+_RELAY_OTHER_BYTES = 8 << 10  # of shared memory
+_LINE_BYTES = 128
+_RELAY_LEAST, _RELAY_MOST = 4 * _MB, 9 * _MB  # bytes of rows that were measured
+
+
+def relay_rows(problem, device):
+    """Blocks that share rows, several of which are under way in shared memory."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "rows are not contiguous"
+    if device.cc < (9, 0):
+        return f"{device.name} has no bulk copies"
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    if dtypes["x"] not in ("float32", "float64") or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} to {dtypes['out']} is neither float32 nor float64"
+    size = itemsize_of(dtypes["x"])
+    row_bytes = problem.row_length * size
+    if not _RELAY_LEAST <= row_bytes <= _RELAY_MOST:
+        return f"a row of {problem.row_length} is too short or too long"
+    blocks = min(device.num_sms, row_bytes // _RELAY_SLICE)
+    groups = min(device.num_sms // blocks, problem.num_rows)
+    blocks = device.num_sms // groups
+    # Chunks of the largest slice, and of the smallest, which has a line less.
+    lines = -(-row_bytes // _LINE_BYTES)
+    most, least = -(-lines // blocks), max(1, lines // blocks - 1)
+    chunks, least = (-(-n * _LINE_BYTES // _RELAY_CHUNK) for n in (most, least))
+    ring = (device.smem_optin - _RELAY_OTHER_BYTES) // _RELAY_CHUNK
+    ring = min(ring, (_RELAY_ROWS - 2) * least)
+    if chunks > min(_RELAY_CHUNKS, ring - 4):
+        return f"a row of {problem.row_length} has {chunks} chunks in a block"
+    summers, followers, writers = _RELAY_WARPS[size]
+    threads = on_chip.WARP * (1 + summers + followers + writers)
+    main = launch_config(
+        blocks,
+        threads,
+        {
+            "LANES": threads,
+            "ROWS_PER_BLOCK": 1,
+            "BLOCKS": blocks,
+            "CHUNKS": ring,
+            "SUMMERS": summers,
+            "FOLLOWERS": followers,
+            "WRITERS": writers,
+        },
+        smem=ring * _RELAY_CHUNK,
+        cooperative=True,
+        scratch=problem.num_rows * (1 + blocks) * _TOLD_BYTES,
+        num_groups=groups,
+    )
+    clear = min(-(-problem.num_rows * (1 + blocks) // threads), device.num_sms)
+    return varied(main, (clear, 1), entry="clear", smem=0, cooperative=False), main
+
+
 # The same for gradients, for all dtypes: vectors per thread, of y and of dy, and blocks
 # per multiprocessor; the bytes up to which a row is short, distances for short rows and
 # for longer ones, and the longest row that was measured. log_softmax_vjp reads only dy

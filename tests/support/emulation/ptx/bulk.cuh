@@ -13,6 +13,10 @@ inline void cp_async_bulk(unsigned target, const void* source, unsigned bytes,
   memcpy(emu::shared_at(target), source, bytes);
   emu::mbarrier_complete(emu::shared_at(barrier), bytes);
 }
+inline void cp_async_bulk(unsigned target, const void* source, unsigned bytes,
+                          unsigned barrier, unsigned long long) {
+  cp_async_bulk(target, source, bytes, barrier);
+}
 inline void cp_reduce_async_bulk_add(float* target, unsigned source, unsigned bytes) {
   if (source % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(target) % 16) {
     emu::fail("cp.reduce.async.bulk is not aligned");

@@ -7,14 +7,12 @@ be read whole before any of it is written, so blocks go down tiles of neighbouri
 columns (`once`: all of a tile stays on chip). A row or a tile that no cluster of blocks
 holds is read twice, the second time from L2 (`twice`: what is written lies some bytes
 behind what is read first). Each share is one of a plain copy in the same run, and so is
-that of cupyflash beside it. `row_relay.cu` reads long rows once, in the shared memory
-of all multiprocessors: its bytes alone, and softmax of floats.
+that of cupyflash beside it.
 """
 
 import cupy
 import numpy as np
 import rates
-import row_relay
 import timing
 
 import cupyflash
@@ -135,28 +133,6 @@ def addresses_are_right(kernel, blocks):
                 raise SystemExit(f"{shape}, {name}: not a copy")
 
 
-def relays(blocks, x, y):
-    """Calls of row_relay.cu on long rows, each checked once."""
-    found = {"once, a row on all multiprocessors": row_relay.Relay(blocks, True)}
-    if x.dtype == "float32":
-        found["softmax in that order"] = row_relay.Relay(blocks)
-    calls = {}
-    for name, relay in found.items():
-        if relay.refusal(x.nbytes // len(x)):
-            continue
-        board = cupy.empty(relay.board_bytes(len(x)), "u1")
-        calls[name] = lambda relay=relay, board=board: relay(x, y, board)
-        y.fill(0)
-        calls[name]()
-        if relay.bytes_alone:
-            right = (x.view("u1") == y.view("u1")).all()
-        else:
-            right = abs(y / cupyflash.softmax(x, -1) - 1).max() < 1e-5
-        if not right:
-            raise SystemExit(f"{x.shape} {x.dtype}, {name}: wrong")
-    return calls
-
-
 def launch(kernel, blocks, x, y, ticket, lag, tile, width, stride):
     """One walk over all of x, in any dtype, into y."""
     parts = x.nbytes // (_PART * 16)
@@ -174,35 +150,29 @@ def main():
     addresses_are_right(kernel, blocks)
     ticket = cupy.zeros(1, "u4")
     rows = []
-    # The relay waits for other blocks, so it comes last, with all else on disk.
-    for with_relay in (False, True):
-        for name, shape, axis, dtypes in CALLS:
-            for dtype in dtypes:
-                label = f"softmax of {name} {' x '.join(map(str, shape))} {dtype}"
-                if args.only not in label or (with_relay and len(shape) > 1):
-                    continue
-                x = matrix(shape, dtype)
-                y = cupy.empty_like(x)
-                calls = {
-                    "copy": lambda x=x, y=y: cupy.cuda.runtime.memcpyAsync(
-                        y.data.ptr, x.data.ptr, x.nbytes, 3, 0
-                    )
-                }
-                if with_relay:
-                    calls |= relays(blocks // 2, x, y)
-                else:
-                    calls["cupyflash"] = lambda x=x, y=y, axis=axis: cupyflash.softmax(
-                        x, axis, out=y
-                    )
-                    for order, *numbers in walks(shape, x.itemsize):
-                        calls[order] = lambda x=x, y=y, n=numbers: launch(
-                            kernel, blocks, x, y, ticket, *n
-                        )
-                if len(calls) > 1:
-                    rows += measured(label, calls, args.turns, with_relay)
-                    timing.save(args.json, "softmax walls", True, rows=rows)
-                del x, y, calls
-                cupy.get_default_memory_pool().free_all_blocks()
+    for name, shape, axis, dtypes in CALLS:
+        for dtype in dtypes:
+            label = f"softmax of {name} {' x '.join(map(str, shape))} {dtype}"
+            if args.only not in label:
+                continue
+            x = matrix(shape, dtype)
+            y = cupy.empty_like(x)
+            calls = {
+                "copy": lambda x=x, y=y: cupy.cuda.runtime.memcpyAsync(
+                    y.data.ptr, x.data.ptr, x.nbytes, 3, 0
+                ),
+                "cupyflash": lambda x=x, y=y, axis=axis: cupyflash.softmax(
+                    x, axis, out=y
+                ),
+            }
+            for order, *numbers in walks(shape, x.itemsize):
+                calls[order] = lambda x=x, y=y, n=numbers: launch(
+                    kernel, blocks, x, y, ticket, *n
+                )
+            rows += measured(label, calls, args.turns)
+            timing.save(args.json, "softmax walls", True, rows=rows)
+            del x, y, calls
+            cupy.get_default_memory_pool().free_all_blocks()
     console.table(
         ("call", "order", "share of a copy"),
         [(row["call"], row["order"], f"{row['share']:.3f}") for row in rows],
@@ -221,15 +191,14 @@ def matrix(shape, dtype):
     return x.astype(dtype, copy=False)
 
 
-def measured(label, calls, turns, has_copy):
-    """The rows of a call; that of the copy only if there is none of it so far."""
+def measured(label, calls, turns):
+    """The rows of a call."""
     found = rates.timed(calls, turns)
     copy = found["copy"][0]
     return [
         {"call": label, "order": order, "seconds": seconds, "best": best,
          "worst": worst, "share": copy / seconds}
         for order, (seconds, best, worst) in found.items()
-        if order != "copy" or not has_copy
     ]  # fmt: skip
 
 

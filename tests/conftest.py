@@ -20,7 +20,7 @@ def _cupy_with_device():
 
 
 # Importing these replaces CuPy: not for doctests.
-collect_ignore = ["support/emulation/plugin.py", "support/emulation/row_relay_run.py"]
+collect_ignore = ["support/emulation/plugin.py"]
 
 workers.take_turns()
 CUPY = _cupy_with_device()

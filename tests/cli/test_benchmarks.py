@@ -9,7 +9,6 @@ import sys
 import types
 from pathlib import Path
 
-import emulation
 import numpy as np
 import pytest
 
@@ -563,16 +562,6 @@ def test_the_walks_of_the_walls_cover_their_arrays(script, monkeypatch):
                     assert (parts, width, stride) == (1, walls._PART, walls._PART)
                     assert row % walls._PART == 0
                 assert lag == 0 or lag * walls._PART > row * (len(shape) == 1)
-
-
-def test_rows_on_all_multiprocessors_are_right():
-    """The emulation takes CuPy's place, so it runs in a process of its own."""
-    if why := emulation.missing():
-        pytest.skip(why)
-    script = ROOT / "tests" / "support" / "emulation" / "row_relay_run.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("agrees") == 8
 
 
 # --- Triton --------------------------------------------------------------------------

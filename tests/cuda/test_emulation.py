@@ -113,7 +113,11 @@ def test_products_of_one_sign():
     ],
 )
 def test_on_a_gpu_that_is_not_there(arch, file, which):
-    """Tests of a GPU."""
+    of_a_gpu(arch, file, which)
+
+
+def of_a_gpu(arch, file, which, **environment):
+    """Run tests of a GPU."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "emulation.plugin",
@@ -122,7 +126,8 @@ def test_on_a_gpu_that_is_not_there(arch, file, which):
         capture_output=True,
         text=True,
         env=os.environ
-        | {"PYTHONPATH": str(RUN.parents[1]), "CUPYFLASH_EMULATION": arch},
+        | {"PYTHONPATH": str(RUN.parents[1]), "CUPYFLASH_EMULATION": arch}
+        | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
@@ -139,13 +144,17 @@ def test_row(arch, row, kind, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_long_rows_through_a_ring(dtype):
-    # Of 33 blocks: their threads must all run beside each other. Slices end within a
+    # Of 40 blocks: their threads must all run beside each other. Slices end within a
     # chunk; what lies behind it in shared memory is NaN.
-    done = run_rows("--rows", "softmax/relay", "--dtypes", dtype, "--sms", "33")
+    done = run_rows("--rows", "softmax/relay", "--dtypes", dtype, "--sms", "40")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2  # softmax and log_softmax
     assert all(x.endswith(" s, softmax_relay_clear softmax_relay") for x in lines)
+
+
+def test_many_long_rows_through_a_ring():
+    of_a_gpu("sm_90a", "softmax/gpu/test_relay.py", "", CUPYFLASH_EMULATION_SMS="6")
 
 
 def run_rows(*arguments):

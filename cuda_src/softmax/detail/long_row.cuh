@@ -3,12 +3,17 @@
 // publish, and the last step.
 //
 // A warp has a part of a row, and each thread kCount vectors of it:
-//   at(k), has(k), position(k)   vector k; whether it is in the row; where it begins
-//   edge, has_edge(), edge_position()   if kHasEdge: the same for an element beside
-//   them each_again(visit)            calls visit(position, score) one by one keep(k,
-//   exps)                if kKeepsExps: takes the exponentials of vector k out, layout
-//   results are written at the same positions from out on
-// Vectors that are not in the row hold -inf.
+//   at(k), has(k), position(k)
+//       vector k, whether it is in the row, and where it begins; -inf outside of the
+//       row
+//   edge, has_edge(), edge_position()
+//       if kHasEdge: the same for one more element
+//   each_again(visit)
+//       calls visit(position, score) for each element
+//   keep(k, exps)
+//       if kKeepsExps: takes the exponentials of vector k
+//   out, layout
+//       results are written at the same positions, from out on
 #pragma once
 
 #include "softmax/detail/hinted.cuh"

@@ -159,7 +159,6 @@ KERNELS = (  # best first
     SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),
     SoftmaxKernel("short", FORWARD, short_rows, shapes.SHORT_ROWS, _TILED, fast=True),
     SoftmaxKernel("span", FORWARD, span_rows, shapes.SPANNED, _TILED, fast=True),
-    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.STREAMED, _TILED, fast=True),
     SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.ON_CHIP_ROWS, _TILED, fast=True),
     SoftmaxKernel("vjp_span", BACKWARD, span_pairs, shapes.SPANNED_PAIRS, fast=True),
     SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.ON_CHIP_PAIRS, fast=True),
@@ -167,8 +166,9 @@ KERNELS = (  # best first
     # the second read hits L2, if rows fit.
     SoftmaxKernel("vjp_stream", BACKWARD, stream_pairs, shapes.STREAMED, fast=True),
     SoftmaxKernel("vjp_trail", BACKWARD, trail_pairs, shapes.STREAMED, fast=True),
-    # Rows that do not fit on chip are read twice, the second time from L2 if they fit
-    # there.
+    # Rows that no cluster holds are read once if all multiprocessors together hold some
+    # of them; otherwise twice, the second time from L2 if they fit there.
+    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.STREAMED, _TILED, fast=True),
     SoftmaxKernel("trail", FORWARD, trail_rows, shapes.LONG_ROWS, _TILED, fast=True),
     SoftmaxKernel("split", FORWARD, split_rows, shapes.LONG_ROWS, _TILED),
     SoftmaxKernel("vjp_split", BACKWARD, split_rows, shapes.LONG_ROWS),

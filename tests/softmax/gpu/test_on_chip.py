@@ -1,5 +1,7 @@
 """On-chip configs of rows that are held on chip, with no card in the machine."""
 
+import dataclasses
+import itertools
 import types
 
 import numpy as np
@@ -85,6 +87,9 @@ def made_up(function, num_rows, length, dtype="bfloat16"):
         num_rows=num_rows,
         row_length=length,
         scale=1,
+        method="auto",
+        is_complex=False,
+        compute_dtype="float64" if dtype == "float64" else "float32",
         dtypes={**dict.fromkeys(names, dtype), "where": None},
         layout=layout,
     )
@@ -107,6 +112,72 @@ def test_a_scale_leaves_as_many_threads_to_a_multiprocessor(dtype):
 def test_rows_with_a_scale_that_units_cannot_hold(scale):
     """Where -inf fills the places beyond a row, 0 would make it NaN."""
     assert "2^-100 and 2^100" in held_rows(scale)
+
+
+def chosen(problem, arch="sm_90a"):
+    """The row of the table that takes a problem, and what relay said, if asked."""
+    spec, refused = softmax_registry.select(problem, device_of_arch(arch))
+    told = [why for name, why in refused if name == "relay"]
+    return spec.name, *told
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float64", 8)])
+def test_long_rows_that_are_read_once(function, dtype, size):
+    """From 4 MB to 9 MB, if there are two."""
+    for row_bytes in (4 * MB, 5 * MB, 9 * MB):
+        length = row_bytes // size
+        assert chosen(made_up(function, 2, length, dtype)) == ("relay",)
+        assert chosen(made_up(function, 1 << 20, length, dtype)) == ("relay",)
+        one = chosen(made_up(function, 1, length, dtype))
+        assert one == ("trail", "there is only one row")
+    for row_bytes in (4 * MB - size, 9 * MB + size):
+        name, told = chosen(made_up(function, 9, row_bytes // size, dtype))
+        assert name == "trail"
+        assert told == f"a row has {row_bytes} bytes, not 4194304 to 9437184"
+
+
+def test_long_rows_that_are_read_twice():
+    for dtype in ("float16", "bfloat16"):
+        name, told = chosen(made_up("softmax", 9, 3 << 20, dtype))
+        assert name == "trail"
+        assert told.endswith("is neither float32 nor float64")
+    scaled = made_up("softmax", 9, 1 << 20, "float32")
+    scaled.scale = 2
+    assert chosen(scaled) == ("split", "there is a mask or a scale")
+    small = chosen(made_up("softmax", 9, 1 << 20, "float32"), "sm_120")
+    assert small[0] == "trail"
+    assert small[1] == "a block holds 22 chunks of rows, fewer than two rows of 16"
+
+
+@pytest.mark.parametrize("sms", [33, 78, 114, 132, 148, 160])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float64", 8)])
+def test_a_ring_of_a_relay_has_room(dtype, size, sms):
+    """For a row and the next loads, and fewer rows than there are barriers for."""
+    (row,) = (row for row in softmax_registry.KERNELS if row.name == "relay")
+    device = dataclasses.replace(device_of_arch("sm_90a"), num_sms=sms)
+    taken = 0
+    for row_bytes in range(4 * MB, 9 * MB + 1, 50_008):
+        found = row.heuristic(made_up("softmax", 7, row_bytes // size, dtype), device)
+        if isinstance(found, str):
+            assert "fewer than two rows" in found
+            continue
+        taken += 1
+        config = found[1]
+        values = dict(config.variant.defines)
+        blocks, ring = int(values["BLOCKS"]), int(values["CHUNKS"])
+        assert config.grid[0] == blocks
+        assert blocks * config.grid[1] <= sms
+        lines = -(-row_bytes // 128)
+        bounds = [lines * i // blocks for i in range(blocks + 1)]
+        chunks = [-(-(b - a) * 128 // 4096) for a, b in itertools.pairwise(bounds)]
+        assert max(chunks) <= min(32, ring // 2)
+        assert ring < 16 * min(chunks)
+        assert config.variant.smem <= device.smem_optin - 8192
+    assert taken or sms == 33
 
 
 @pytest.mark.parametrize("name", ["split", "trail"])

@@ -97,8 +97,8 @@ def _along_line(problem, device, in_registers, blocks_per_sm, between):
 
 
 # Long rows through a ring in the shared memory of all multiprocessors: warps that sum,
-# follow and write, by bytes of an element; and the bytes of a row that a block has at
-# least. Groups of blocks take rows side by side if each block still has that much.
+# follow and write, by bytes of an element; and the least bytes of a row per block.
+# Groups of blocks take rows side by side if each block still has that much.
 _RELAY_WARPS = {4: (6, 3, 6), 8: (8, 3, 4)}
 _RELAY_SLICE = 62 << 10
 _RELAY_CHUNK = 4096  # bytes: on_chip.WARP * kHeld vectors
@@ -106,7 +106,10 @@ _RELAY_CHUNKS = on_chip.WARP  # of a row in a block
 _RELAY_ROWS = 16  # kRowsUnderWay
 _RELAY_OTHER_BYTES = 8 << 10  # of shared memory
 _LINE_BYTES = 128
-_RELAY_LEAST, _RELAY_MOST = 4 * _MB, 9 * _MB  # bytes of rows that were measured
+# Bytes of the shortest and of the longest row that was measured. Nothing overlaps with
+# a single row: two reads are then as fast (docs/design/lab/0008).
+_RELAY_LEAST, _RELAY_MOST = 4 * _MB, 9 * _MB
+_RELAY_LEAST_ROWS = 2
 
 
 def relay_rows(problem, device):
@@ -123,7 +126,9 @@ def relay_rows(problem, device):
     size = itemsize_of(dtypes["x"])
     row_bytes = problem.row_length * size
     if not _RELAY_LEAST <= row_bytes <= _RELAY_MOST:
-        return f"a row of {problem.row_length} is too short or too long"
+        return f"a row has {row_bytes} bytes, not {_RELAY_LEAST} to {_RELAY_MOST}"
+    if problem.num_rows < _RELAY_LEAST_ROWS:
+        return "there is only one row"
     blocks = min(device.num_sms, row_bytes // _RELAY_SLICE)
     groups = min(device.num_sms // blocks, problem.num_rows)
     blocks = device.num_sms // groups
@@ -133,8 +138,8 @@ def relay_rows(problem, device):
     chunks, least = (-(-n * _LINE_BYTES // _RELAY_CHUNK) for n in (most, least))
     ring = (device.smem_optin - _RELAY_OTHER_BYTES) // _RELAY_CHUNK
     ring = min(ring, (_RELAY_ROWS - 2) * least)
-    if chunks > min(_RELAY_CHUNKS, ring - 4):
-        return f"a row of {problem.row_length} has {chunks} chunks in a block"
+    if chunks > min(_RELAY_CHUNKS, ring // 2):  # one row loads while another waits
+        return f"a block holds {ring} chunks of rows, fewer than two rows of {chunks}"
     summers, followers, writers = _RELAY_WARPS[size]
     threads = on_chip.WARP * (1 + summers + followers + writers)
     main = launch_config(

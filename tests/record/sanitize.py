@@ -31,7 +31,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SOFTMAX_KINDS = (
     "rows", "columns", "short rows", "long columns", "long rows", "longer rows",
-    "many columns", "short whole rows", "shortest rows",
+    "longest rows", "longest rows of doubles", "many columns", "short whole rows",
+    "shortest rows",
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21

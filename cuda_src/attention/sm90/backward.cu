@@ -21,7 +21,7 @@
 //            S, P, dP, dS, dk, dv, dq  registers, in the layout of wgmma; dk and dv are
 //            stored through the staging buffer of dq
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly from
-//            L2; TMA adds dq to float sums
+//            L2; TMA adds dq to float sums, unless kStoresDq
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of the sums of dq varies from run to run, unless
 //            kOrdered; dk and dv always have the same bits
@@ -51,6 +51,10 @@
 // tiles in this order. Queries go from the last to the first, so that with a causal
 // bound, too, a tile starts behind the tiles before it.
 constexpr bool kOrdered = ORDERED;
+// Keys of an entry fit one tile: dq needs no sums and is stored at once. Blocks of
+// queries that see no key are not visited; the kernel of statistics clears their dq.
+constexpr bool kStoresDq = IS_GIVEN(STORES_DQ);
+static_assert(!kStoresDq || !kOrdered, "dq of one tile has no order");
 
 constexpr int kGroups = 2, kConsumers = 128 * kGroups;
 static_assert(kNumThreads == kConsumers + 128 && kHeadDim * kBlockM == 128 * 64);
@@ -87,6 +91,7 @@ constexpr int kPublished = 8;
 // For a block of queries: its first query, its index among the blocks of sums_q, and
 // whether it is the last of all. With kOrdered, further how many tiles are before this
 // one, or < 0: it adds to no block; and kIsFirst if none of them adds to this block.
+// With kStoresDq, after its index: batch entry and head of dq instead.
 constexpr int kIsLast = 1, kIsFirst = 2;
 constexpr int kOrigins = 8, kToOptions = kOrigins * sizeof(int4);
 static_assert(kBounds > 0 || !kHasMaskFunction, "work tiles of different lengths");
@@ -192,6 +197,21 @@ struct addresses_t {
   }
 };
 
+// Where dq is stored.
+struct dq_t {
+  elem_t* data;
+  index_t batch_step, head_step, row_step;
+};
+#if STORES_DQ
+#define DQ_PARAMETERS                                                               \
+  elem_t *__restrict__ dq, const index_t dq_batch_step, const index_t dq_head_step, \
+      const index_t dq_row_step,
+#define DQ_ARGUMENTS dq, dq_batch_step, dq_head_step, dq_row_step
+#else
+#define DQ_PARAMETERS
+#define DQ_ARGUMENTS
+#endif
+
 // The arguments of the kernel.
 struct arguments_t {
   const inputs_t& inputs;
@@ -203,6 +223,7 @@ struct arguments_t {
   found_t* found;
   counter_t* counter;
   tile_lists_t tile_lists;
+  dq_t dq;
   score_arguments_t score;
   const grads_t& grads;
 };
@@ -221,24 +242,25 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
-// Stores a warp's 16 rows of a gradient, of which `num_rows` exist, through shared
-// memory so that lanes write whole cache lines. Numbers are laid out as in
-// store_rows. Returns nonzero bits if one is not finite.
-__device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
+// Stores a warp's 16 rows of a gradient, or of 64 columns of it, of which `num_rows`
+// exist, through shared memory so that lanes write whole cache lines. Numbers are laid
+// out as in store_rows. Returns nonzero bits if one is not finite.
+template <int kCount>
+__device__ __forceinline__ unsigned store_staged(const float (&sums)[kCount],
                                                  unsigned staged, float factor,
                                                  elem_t* target, index_t row_step,
                                                  int num_rows, int dim) {
   // 16-byte units of a row, and rows that lanes store together.
-  constexpr int kUnits = kHeadDim / 8, kTogether = 32 / kUnits, kTimes = 16 / kTogether;
+  constexpr int kUnits = kCount / 4, kTogether = 32 / kUnits, kTimes = 16 / kTogether;
   unsigned thread = threadIdx.x;
   // These steps have no register for the addresses, which would be computed ahead.
-  if constexpr (kIsWide || kBounds == 0) ptx::launder(thread);
+  if constexpr (kIsWide || kBounds == 0 || kStoresDq) ptx::launder(thread);
   const int lane = thread % 32;
   // XOR swizzle of the units: neither rows nor columns share banks.
   const unsigned to = staged + lane % 16 * (kUnits * 16) + (lane / 16 ^ lane % 8) * 16;
   unsigned nonfinite[2] = {0, 0};
 #pragma unroll
-  for (int e = 0; e < kSums; e += 8) {
+  for (int e = 0; e < kCount; e += 8) {
     unsigned words[4];
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -381,7 +403,8 @@ struct producer_t {
       }
       const int num_blocks = inputs_now.num_blocks;
       const unsigned source = ptx::shared_address(shared.sources + n);
-      store_place(source, place(slot * num_blocks, head, params_now.q));
+      const int first_block = kStoresDq ? slot : slot * num_blocks;
+      store_place(source, place(first_block, head, params_now.q));
       store_place(source + 16, place(of_all * num_blocks, head, grads_now.dout));
       if constexpr (kHasAlibi) {
         const operand_t& slopes = params_now.alibi_slopes;
@@ -489,6 +512,9 @@ struct producer_t {
       const bool is_first = kBounds == 2 && block >= shared.first_from;
       ptx::store_shared_s32x2(origin + 8, is_last * kIsLast | is_first * kIsFirst,
                               shared.turn);
+    } else if constexpr (kStoresDq) {
+      const unsigned slot = from.x, heads = args.score.params.num_heads;
+      ptx::store_shared_s32x2(origin + 8, slot / heads, slot % heads);
     } else {
       ptx::store_shared_s32(origin + 8, is_last);
     }
@@ -582,6 +608,15 @@ struct producer_t {
   }
 };
 
+// The last block to finish resets both numbers for the next launch.
+__device__ __forceinline__ void leave(counter_t* counter) {
+  if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
+    counter->next = 0;
+    counter->finished = 0;
+    __threadfence();
+  }
+}
+
 // Another thread hands dq to TMA, which adds it to the sums in memory. With kOrdered, a
 // semaphore per block of dq counts the tiles that have added to it. Release and
 // acquire order the sums themselves: waiting for the group does not, since ptxas makes
@@ -621,12 +656,7 @@ __device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& 
     }
   }
   ptx::cp_async_bulk_wait_group();
-  // The last block to finish resets both numbers for the next launch.
-  if (atomicAdd(&args.counter->finished, 1) == int(gridDim.x) - 1) {
-    args.counter->next = 0;
-    args.counter->finished = 0;
-    __threadfence();
-  }
+  leave(args.counter);
 }
 
 // --- consumers
@@ -798,9 +828,29 @@ struct mainloop_t : mma_t {
     wait(smem.ds_full + 8 * (number % kStagesDs), number / kStagesDs & 1);
     start_dq(dq, number % kStagesDs);
   }
+  // Stores all that there is of a block of dq.
+  __device__ __forceinline__ void store_all_of_dq(const float (&dq)[kSumsQ],
+                                                  unsigned number) const {
+    const int4 origin = ptx::load_shared_s32x4(origins + number % kOrigins * 16);
+    const params_t& params = args.score.params;
+    const dq_t& to = args.dq;
+    // Each warpgroup has 64 rows, or 64 columns.
+    const int row = origin.x + kIsWide * group * 64 + warp * 16;
+    const int column = !kIsWide * group * 64;
+    const float factor = kNarrow<elem_t> ? info().factor : 1.f;
+    const unsigned nonfinite =
+        store_staged(dq, dq_target - lane * 16,
+                     unfactor_of(factor, static_cast<float>(params.scale)),
+                     to.data + origin.z * to.batch_step + origin.w * to.head_step +
+                         row * to.row_step + column,
+                     to.row_step, static_cast<int>(params.seqlen_q) - row,
+                     static_cast<int>(params.head_dim) - column);
+    if (nonfinite != 0) args.found->nonfinite = 1;
+  }
   // Stages dq in shared memory, once the previous block has left it.
   __device__ __forceinline__ void store_dq(const float (&dq)[kSumsQ],
                                            unsigned number) const {
+    if constexpr (kStoresDq) return store_all_of_dq(dq, number);
     wait(smem.dq_empty + 8 * group, (number & 1) ^ 1);
 #pragma unroll
     for (int e = 0; e < kSumsQ; e += 4) {
@@ -813,7 +863,9 @@ struct mainloop_t : mma_t {
     ptx::fence_proxy_async();
     __syncwarp();
     if (kArrivals > 1 || lane == 0) {
-      if (number != first) ptx::mbarrier_arrive(smem.dq_full + 8 * group);
+      if (!kStoresDq && number != first) {
+        ptx::mbarrier_arrive(smem.dq_full + 8 * group);
+      }
       ptx::mbarrier_arrive(smem.ds_full + 8 * (number % 2));
     }
   }
@@ -958,11 +1010,13 @@ struct mainloop_t : mma_t {
     release(smem.k_empty);
     release(smem.ds_empty + 8 * (block % kStagesDs));
     // dv and dk use the staging buffer of dq, once the previous block has left it.
-    wait(smem.dq_empty + 8 * group, (block & 1) ^ 1);
+    if (!kStoresDq) wait(smem.dq_empty + 8 * group, (block & 1) ^ 1);
     store(is_mine);
     store_dq(dq, block);
-    ptx::fence_proxy_async();
-    release(smem.dq_full + 8 * group);
+    if constexpr (!kStoresDq) {
+      ptx::fence_proxy_async();
+      release(smem.dq_full + 8 * group);
+    }
     ++block;
     ++num_done;
   }
@@ -977,22 +1031,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                          elem_t* __restrict__ dk,  // as k, summed over entries
                          elem_t* __restrict__ dv,  // as v, summed over entries
                          found_t* __restrict__ found, counter_t* __restrict__ counter,
-                         LISTS_PARAMETER SCORE_PARAMETERS,
+                         LISTS_PARAMETER DQ_PARAMETERS SCORE_PARAMETERS,
                          const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
-  const arguments_t args = {inputs,
-                            stats,
-                            sums_q,
-                            counts,
-                            parts,
-                            dk,
-                            dv,
-                            found,
-                            counter,
-                            LISTS_ARGUMENT,
-                            {SCORE_ARGUMENTS},
-                            grads};
+  const arguments_t args = {
+      inputs, stats, sums_q,  counts,         parts,          dk,
+      dv,     found, counter, LISTS_ARGUMENT, {DQ_ARGUMENTS}, {SCORE_ARGUMENTS},
+      grads};
   const addresses_t smem(tiles, shared.barriers);
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) smem.init_barriers();
@@ -1007,7 +1053,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * kGroups;
     if (warp == 0 && lane == 0) {
       producer_t{args, shared, smem}.produce();
-    } else if (warp == 1 && lane == 0) {
+      if constexpr (kStoresDq) leave(counter);
+    } else if (!kStoresDq && warp == 1 && lane == 0) {
       add_dq(args, shared, smem);
     }
     return;

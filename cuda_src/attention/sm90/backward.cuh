@@ -6,7 +6,7 @@
 // sums   (slots, blocks of queries, kBlockM * kHeadDim)  float: dq before scaling, in
 //        register order: for each 64 x 64 part of a block by warp (16 rows), group of 8
 //        columns, lane, and the lane's four numbers. A slot is a head of dq; batch
-//        entries that share q add to the same slot
+//        entries that share q add to the same slot. Empty if dq needs no sums
 // dq_semaphores  (slots, blocks of queries)  int: how many tiles of keys have added to
 //        a block of sums, or need not, for a deterministic order
 // met    (cut tiles, warps)  int: how many of the parts have finished

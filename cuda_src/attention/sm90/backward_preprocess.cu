@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const float* __restrict__ dlse,   // as lse, or null
     float* __restrict__ stats,        // backward.cuh
     float* __restrict__ delta,        // as lse, contiguous
-    float4* __restrict__ sums,        // to be set to 0
-    const index_t num_vectors,        // of sums
+    float4* __restrict__ sums,        // to be set to 0; or dq
+    const index_t num_vectors,        // of these
     found_t* __restrict__ found, const __grid_constant__ params_t params,
     const __grid_constant__ grads_t grads) {
   ptx::griddepcontrol_launch_dependents();

@@ -8,6 +8,7 @@ import itertools
 import math
 
 import numpy as np
+import planned
 import pytest
 
 from cupyflash._attention import vjp_problem
@@ -223,3 +224,64 @@ def test_fallbacks_write_each_gradient_once(monkeypatch, dtype, name, shared):
         assert sorted(all_entries) == list(range(3 * 4))
         for places in targets:
             assert len(set(places)) == len(places)
+
+
+def hopper_steps(seqlens, batch_q=(2,), heads=(4, 2), **options):
+    """The launches of sm_90a by entry, and all that they were planned with."""
+    q = np.zeros((*batch_q, heads[0], seqlens[0], 64), "f2")
+    k = np.zeros((2, heads[1], seqlens[1], 64), "f2")
+    out = np.zeros((2, *q.shape[1:]), "f2")
+    lse = np.zeros(out.shape[:-1], "f4")
+    given = {"causal": False, "window": None, "deterministic": False, **options}
+    problem, operands = vjp_problem.attention_vjp(
+        out, q, k, k, out, lse, None, None, None, given["causal"], None,
+        given["window"], 0.0, None, None, None, None, "bhsd", "float32", "auto", None,
+        False, False, given["deterministic"],
+    )  # fmt: skip
+    with planned.device():
+        steps = steps_by(row_of("hopper"), problem, operands)
+    return {config.variant.entry: (config, x) for config, x in steps.launches}, steps
+
+
+@pytest.mark.parametrize("seqlens", [(128, 128), (4096, 77), (1, 1)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_tile_of_keys_needs_no_sums_of_dq(seqlens, deterministic):
+    pytest.importorskip("cupy")
+    for causal in (False, True):
+        options = {"deterministic": deterministic, "causal": causal}
+        launches, steps = hopper_steps(seqlens, **options)
+        assert "attention_vjp_hopper_dq" not in launches
+        config, arguments = launches["attention_vjp_hopper"]
+        assert "dq" in arguments
+        assert dict(config.variant.defines)["ORDERED"] == "0"
+        # At most the numbers of parts that have finished.
+        assert steps.scratch["sums"] <= 4 * 8 * 132
+
+
+@pytest.mark.parametrize("more", [{"seqlens": (128, 129)}, {"batch_q": (1,)}])
+def test_several_tiles_of_keys_or_entries_add_to_dq(more):
+    pytest.importorskip("cupy")
+    launches, steps = hopper_steps(**{"seqlens": (128, 128), **more})
+    assert "dq" in launches["attention_vjp_hopper_dq"][1]
+    assert "dq" not in launches["attention_vjp_hopper"][1]
+    assert steps.scratch["sums"] >= 4 * 4 * 128 * 64
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "options", "clears"),
+    [
+        ((4096, 77), {}, False),
+        ((128, 128), {"causal": True}, False),
+        ((300, 77), {"causal": True}, True),  # the first queries see no keys
+        ((300, 77), {"causal": True, "window": 70}, True),
+        ((128, 77), {"causal": True}, False),  # one block of queries
+    ],
+)
+def test_dq_is_cleared_where_no_tile_stores_it(seqlens, options, clears):
+    pytest.importorskip("cupy")
+    launches, _ = hopper_steps(seqlens, **options)
+    _, arguments = launches["attention_vjp_hopper_rows"]
+    name, vectors = arguments[6:8]
+    assert name == ("dq" if clears else "sums")
+    if clears:
+        assert vectors * 16 == 2 * 4 * seqlens[0] * 64 * 2

@@ -114,16 +114,29 @@ class HopperVjpKernel(BackwardSpec):
         ds = 2 * block_m * BLOCK_N * 2
         return tiles + ds + 2 * 2 * block_m * 4 + 2 * block_m * row + 1024
 
+    def visits_all(self, forward: AttentionProblem) -> bool:
+        """Whether each block of queries meets keys, where these fit one tile."""
+        if self.num_blocks(forward) == 1 or not _bounds_of(forward):
+            return True
+        first = forward.query_offset
+        if forward.mask_function is not None or not isinstance(first, int):
+            return False
+        last = first + forward.seqlen_q - 1
+        left = math.inf if forward.left is None else forward.left
+        right = math.inf if forward.right is None else forward.right
+        return first + right >= 0 and last - left < forward.seqlen_k
+
     def config(
-        self, part, forward, batch_dims, num_blocks, ordered=False
+        self, part, forward, batch_dims, num_blocks, ordered=False, stores_dq=False
     ) -> LaunchConfig:
-        """The launch of a part."""
+        """The launch of a part; with `stores_dq`, the main one needs no sums."""
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": self.block_m(forward)}
         num_threads, smem = _THREADS, 0
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
         if not part:
             more |= {"BOUNDS": _bounds_of(forward), "ORDERED": int(ordered)}
+            more |= {"STORES_DQ": 1} if stores_dq else {}
             num_threads, smem = _MAIN_THREADS, self._smem(forward)
         else:  # these see no scores, or none with options
             forward = replace(
@@ -207,6 +220,7 @@ class HopperVjpKernel(BackwardSpec):
             return
         for part in ("_rows", "", "_dq"):
             yield self.config(part, forward, batch_dims, 1)
+        yield self.config("", forward, batch_dims, 1, stores_dq=True)
         if forward.mask_function is not None:
             yield self.tile_lists(forward).config(forward, batch_dims)
         if is_plain(forward):

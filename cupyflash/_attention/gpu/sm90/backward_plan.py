@@ -25,13 +25,16 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         [layout.targets[name] for name in ("dk", "dv")],
     )
     num_kept, num_summed = entries["num_kept"], entries["num_summed"]
-    ordered = problem.deterministic
 
     dq = layout.targets["dq"]
     seqlen_q, heads = forward.seqlen_q, forward.num_heads
     *rows, columns = problem.written_shape("q")
     head_step = seqlen_q * columns
     num_slots = math.prod(rows) // seqlen_q
+    # Where an entry has one tile of keys and a slot of its own, that tile stores dq.
+    num_entries = num_kept * num_summed
+    stores_dq = row.num_tiles(forward) == 1 and num_slots == num_entries
+    ordered = problem.deterministic and not stores_dq
     slot = [0, 0]
     slot[:batch_dims] = (step // head_step for step in dq.entries[:-2])
     schedule = {
@@ -54,9 +57,8 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     )
 
     # Arrays between the kernels, as in attention/sm90/backward.cuh.
-    num_entries = num_kept * num_summed
     num_blocks = row.num_blocks(forward)
-    sums = num_slots * num_blocks * block_m * row.dim(forward)
+    sums = num_slots * num_blocks * block_m * row.dim(forward) * (not stores_dq)
     semaphores = num_slots * num_blocks * ordered
     num_split = schedule["num_split"]
     semaphores += num_split * sm90_backward.NUM_WARPS  # parts that have finished
@@ -73,16 +75,24 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     }
 
     def config(part, blocks):
-        config = row.config(part, forward, batch_dims, blocks, ordered)
+        config = row.config(part, forward, batch_dims, blocks, ordered, stores_dq)
         # _rows is the first launch, or follows lists of tiles.
         return replace(config, overlaps=part != "_rows")
 
-    lists, listed = [], []  # the launch that makes them, and the argument
+    lists, more = [], []  # the launch that makes them, and arguments
     if forward.mask_function is not None:
         own = row.tile_lists(forward)
         scratch[own.name] = own.num_bytes(forward)
         lists.append(own.step(forward, batch_dims, make.params))
-        listed.append(own.argument(forward))
+        more.append(own.argument(forward))
+    dq_steps = heads * head_step, dq.entries[-1], dq.row
+    # Zeros, in vectors of 16 bytes. Without sums they are for rows of dq that no tile
+    # stores; where there are such rows, no tile is cut.
+    zeros: tuple[str, int] = "sums", (sums + semaphores) // 4
+    if stores_dq:
+        more += ["dq", *dq_steps]
+        if not row.visits_all(forward):
+            zeros = "dq", num_slots * head_step // 8
     grads = make.grads(**entries)
     plain = without_functions(make.params), grads
     # A block of _rows has a quarter of the queries of a block.
@@ -91,21 +101,21 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
         (
             config("_rows", num_entries * num_blocks * 4),
             (
-                "out", "dout", "lse", "dlse", "stats", "delta", "sums",
-                (sums + semaphores) // 4, "found", *plain,
+                "out", "dout", "lse", "dlse", "stats", "delta", *zeros, "found",
+                *plain,
             ),
         ),
         (
             config("", min(schedule["num_work_tiles"], device.num_sms)),
             (
                 inputs, "stats", "sums", At("sums", 4 * sums), "parts", "dk", "dv",
-                "found", Counter(), *listed, *OPTIONS_AND_OFFSET, make.params, grads,
+                "found", Counter(), *more, *OPTIONS_AND_OFFSET, make.params, grads,
             ),
         ),
     ]  # fmt: skip
-    dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
-    arguments = ("sums", "dq", *dq_steps, "found", *plain)
-    launches.append((config("_dq", 2 * num_slots * num_blocks), arguments))
+    if not stores_dq:
+        arguments = ("sums", "dq", num_slots, *dq_steps, "found", *plain)
+        launches.append((config("_dq", 2 * num_slots * num_blocks), arguments))
     launches += [
         again.launch(("q", "k", "v", "dout", "lse", "delta"), "found")
         for again in fallbacks(forward, layout, device, overlaps=True)

@@ -411,6 +411,37 @@ def test_few_tiles(cupy, rng, seqlens, causal, dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40)])
+@pytest.mark.parametrize("seqlen_k", [1, 77, 127, 128, 129])
+@pytest.mark.parametrize("name", BOUNDS)
+def test_one_tile_of_keys(cupy, rng, dims, seqlen_k, name):
+    """Each query head has a dq of its own, and queries that see no key have zeros."""
+    for layout, dtype in (("bhsd", "float16"), ("bshd", "bfloat16")):
+        options = {"layout": layout, **BOUNDS[name]}
+        check(cupy, rng, dtype, dims, (6, 2), (300, seqlen_k), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_tile_of_keys_is_cut_into_parts(cupy, rng, deterministic, dim):
+    """All gradients have the same bits in every run."""
+    arrays = inputs(rng, "float16", q=(1, 2, 2100, dim), k=(1, 1, 77, dim))
+    first = agree(cupy, *arrays, deterministic=deterministic)
+    again = gradients(cupy, *arrays, deterministic=deterministic)
+    for a, b in zip(first[:3], again[:3], strict=True):
+        a, b = to_host(a), to_host(b)
+        np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_is_not_seen_of_one_tile(cupy, rng, bad, dim):
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, "float16", bad, dim, first=90)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (40, 1)])
 def test_query_heads_share_key_heads(cupy, rng, layout, heads):

@@ -193,6 +193,15 @@ def test_documents(cupy, rng, dtype, seqlens, count, dims):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("seqlen_k", [100, 128])
+@pytest.mark.parametrize("name", ["window", "few queries", "second half", "nothing"])
+@pytest.mark.parametrize("dims", DIMS)
+def test_one_tile_of_keys(cupy, rng, seqlen_k, name, dims):
+    """dq is 0 in blocks of queries that no list has."""
+    check(cupy, rng, "float16", MASKS[name], dims, (4, 2), (300, seqlen_k))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("batch_k", [(2, 3), (1, 3), (2, 1)])
 def test_entries_that_share_keys_have_their_own_lists(cupy, rng, batch_k):
     arrays = {

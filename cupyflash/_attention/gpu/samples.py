@@ -1,5 +1,6 @@
 """Problems that cover everything that the attention tables may compile."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -110,13 +111,10 @@ def representative():
 
 def _long():
     """Kernels with long sums (attention/simt/long_sums.cuh)."""
-    for dtype, head_dim in itertools.product(
-        ("float32", "float64"), (64, 128, 256, 512)
-    ):
-        yield (
-            replace(made_up(dtype, head_dim), seqlen_q=1 << 16, seqlen_k=1 << 16),
-            1,
-        )
+    long = {"seqlen_q": 1 << 16, "seqlen_k": 1 << 16}
+    dims = (64, 128, 256, 512)
+    for dtype, head_dim in itertools.product(("float32", "float64"), dims):
+        yield replace(made_up(dtype, head_dim), **long), 1
 
 
 def _short():
@@ -150,31 +148,29 @@ def _wide():
 def _bounded():
     """Kernels that depend on position bounds, at each head size."""
     for head_dim in (64, 96, 128, 192, 256):
+        make = functools.partial(made_up, "bfloat16", head_dim)
         for bounds in ({}, {"right": 0}, {"left": 1024, "right": 0}):
-            yield made_up("bfloat16", head_dim, **bounds), 1
-            yield made_up("bfloat16", head_dim, key_lengths="int32", **bounds), 1
+            yield make(**bounds), 1
+            yield make(key_lengths="int32", **bounds), 1
             both = {"query_lengths": "int32", "key_lengths": "int32"}
-            yield made_up("bfloat16", head_dim, **both, **bounds), 2
+            yield make(**both, **bounds), 2
         for terms in ("keys", "unit", "any"):
-            yield (
-                made_up("bfloat16", head_dim, right=0, bias="float32", terms=terms),
-                1,
-            )
-            yield made_up("bfloat16", head_dim, mask="bool", terms=terms), 1
+            yield make(right=0, bias="float32", terms=terms), 1
+            yield make(mask="bool", terms=terms), 1
         for terms in ({}, {"bias": "float32", "terms": "keys"}):
             capped = {"softcap": 30.0, **terms}
-            yield made_up("bfloat16", head_dim, **capped), 1
-            yield made_up("bfloat16", head_dim, left=1024, right=0, **capped), 1
-        yield made_up("bfloat16", head_dim, bias="float32", terms="keys"), 1
-        yield made_up("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
-        yield made_up("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
+            yield make(**capped), 1
+            yield make(left=1024, right=0, **capped), 1
+        yield make(bias="float32", terms="keys"), 1
+        yield make(right=0, alibi_slopes="float32"), 1
+        yield make(left=1024, **_ALL_OPTIONS), 2
         few = {"seqlen_q": 1, "num_kv_heads": 16}
-        yield replace(made_up("bfloat16", head_dim, (16,)), **few), 1
-        yield replace(made_up("bfloat16", head_dim, key_lengths="int32"), **few), 1
-        yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
+        yield replace(make((16,)), **few), 1
+        yield replace(make(key_lengths="int32"), **few), 1
+        yield replace(make(right=0), **few), 1
         few = {"num_heads": 2, "num_kv_heads": 2}
-        yield replace(made_up("bfloat16", head_dim), **few), 1
-        yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
+        yield replace(make(), **few), 1
+        yield replace(make(right=0), **few), 1
     for head_dim in (33, 100, 250):  # rows that end inside a vector
         yield made_up("bfloat16", head_dim), 1
     yield made_up("float16", 128, alibi_slopes="float32"), 1

@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from cupyflash._cuda.kernel import Variant
 from cupyflash._softmax.gpu import transpose
 from cupyflash._softmax.gpu.config import BACKWARD, FORWARD
 from cupyflash._softmax.gpu.registry import KERNELS
-from cupyflash._softmax.memory_layout import Layout
+from cupyflash._softmax.problem import SoftmaxProblem, compute_dtype
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
@@ -28,29 +27,20 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     return [*found, *transpose.compile_list()]
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """The part of a problem that a choice of kernel and its defines depend on."""
-
-    function: str
-    layout: Layout
-    dtypes: dict[str, str | None]
-    scale: float = 1.0
-    method: str = "auto"
-    is_complex: bool = False
-
-    @property
-    def row_length(self) -> int:
-        return self.layout.row_length
-
-    @property
-    def num_rows(self) -> int:
-        return self.layout.num_rows
-
-    @property
-    def compute_dtype(self) -> str:
-        used = [d for name, d in self.dtypes.items() if d and name != "where"]
-        return "float32" if all(d in arrays.FLOATS[:3] for d in used) else "float64"
+def _problem(function, layout, dtypes, scale=1.0, method="auto"):
+    """A call whose arrays lie as `layout` says."""
+    used = [d for name, d in dtypes.items() if d and name != "where"]
+    return SoftmaxProblem(
+        function,
+        backend="cupy",
+        shape=(layout.num_rows, layout.row_length),
+        axes=(1,),
+        dtypes=dtypes,
+        compute_dtype=compute_dtype(*used),
+        scale=scale,
+        method=method,
+        layout=layout,
+    )
 
 
 @functools.cache
@@ -68,19 +58,19 @@ def _problems(spec, layout, x, out, where, scaled, function):
     if "logsumexp" in spec.functions:
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
-            yield _Problem(function, layout, dtypes | {"b": b, "out": result})
+            yield _problem(function, layout, dtypes | {"b": b, "out": result})
     elif spec.functions == BACKWARD:
         dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
-        yield _Problem(function, layout, dtypes)
+        yield _problem(function, layout, dtypes)
     else:
         scale, method = (
             2.0 if scaled else 1.0,
             spec.methods[-1] if spec.methods else "auto",
         )
-        yield _Problem(function, layout, dtypes | {"out": out}, scale, method)
+        yield _problem(function, layout, dtypes | {"out": out}, scale, method)
 
 
-def _everything(spec) -> Iterable[_Problem]:
+def _everything(spec) -> Iterable[SoftmaxProblem]:
     """All types and switches, on up to two axes of each kind."""
     seconds = arrays.FLOATS if spec.functions == FORWARD else tuple(CUDA_TYPES)
     scales = (False, True) if spec.functions == FORWARD else (False,)
@@ -97,7 +87,7 @@ def _everything(spec) -> Iterable[_Problem]:
                 yield from _problems(spec, layout, x, second, where, scaled, function)
 
 
-def _representative(spec) -> Iterable[_Problem]:
+def _representative(spec) -> Iterable[SoftmaxProblem]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
     function, other = spec.functions[0], spec.functions[-1]
     for x in CUDA_TYPES:

@@ -40,8 +40,6 @@ from cupyflash._core import threads as _threads
 # that two threads seldom wait for the interpreter; less where entries share a gradient,
 # which has those of all of a box in memory, and most where a box is a whole call.
 _BOX_BYTES, _SHARED_BYTES, _DIRECT_BYTES = 1 << 22, 1 << 20, 1 << 24
-# Cost of the forward call of some entries whose gradients two threads share.
-_WORTH_HALVES = 16_000_000
 # Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
 MAY_BE_LOST = {
     "float16": 2.0**-10,
@@ -78,7 +76,8 @@ def vjp_halves_of(problem):
         return None
     if total == 1:
         return halves_of(forward)
-    if not takes(problem) or total * cost_of_an_entry(forward) < _WORTH_HALVES:
+    cost = total * cost_of_an_entry(forward)
+    if not takes(problem) or cost < entries.WORTH_HALVES[1]:
         return None
     return cut_in_two(forward)
 

@@ -48,7 +48,7 @@ _BOXES_OF_A_THREAD = 4
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
 # Cost of a single entry whose rows two threads share, and of some entries that they do.
-_WORTH_HALVES = 16_000_000, 28_000_000
+WORTH_HALVES = 16_000_000, 28_000_000
 # The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so that it
 # rounds as without one.
 _ROWS_OF_TILES = 24
@@ -168,7 +168,7 @@ def cut_of(problem):
     other tiles of rows: then the product is made in two parts in a batch, too.
     """
     rows, size = problem.seqlen_q, _rows_of_a_box(problem)
-    if size == rows and cost_of_an_entry(problem) >= _WORTH_HALVES[0]:
+    if size == rows and cost_of_an_entry(problem) >= WORTH_HALVES[0]:
         size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
     return size if size < rows <= 2 * size else 0
 
@@ -182,7 +182,7 @@ def halves_of(problem):
     total = math.prod(problem.batch) * problem.num_heads
     scores = total * problem.seqlen_q * problem.seqlen_k
     if (
-        total * cost_of_an_entry(problem) < _WORTH_HALVES[total > 1]
+        total * cost_of_an_entry(problem) < WORTH_HALVES[total > 1]
         or scores > 2 * _scores_of_a_box(problem)
         or (total > 1 and num_threads(problem) > 1)  # goes by boxes
     ):

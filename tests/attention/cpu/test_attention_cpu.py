@@ -19,13 +19,7 @@ from accuracy import max_error
 import cupyflash
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.cpu import backward as vjp_cpu
-from cupyflash._attention.cpu import (
-    backward_entries,
-    block,
-    checked,
-    entries,
-    tiled,
-)
+from cupyflash._attention.cpu import block, checked, entries, tiled
 from cupyflash._attention.cpu import forward as attention_cpu
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._core import threads
@@ -495,8 +489,7 @@ def test_some_entries_go_in_halves_to_two_threads(rng, ways, monkeypatch, name, 
     assert ways[:2] == ["for_each", "hold_blas"]
     if axis != "shared keys":
         assert ways == ["for_each", "hold_blas"] * 2
-    monkeypatch.setattr(entries, "_WORTH_HALVES", (1 << 40, 1 << 40))
-    monkeypatch.setattr(backward_entries, "_WORTH_HALVES", 1 << 40)
+    monkeypatch.setattr(entries, "WORTH_HALVES", (1 << 40, 1 << 40))
     attention_cpu._checked.clear()
     vjp_cpu._checked.clear()
     call()

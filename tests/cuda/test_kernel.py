@@ -15,6 +15,7 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import Variant
 from cupyflash._softmax.gpu import coverage as softmax_coverage
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 ARCHS = tuple(f"sm_{a}{b}" for a, b in _device.SMEM_OPTIN)
 TABLES = {
@@ -182,6 +183,13 @@ def test_variants_fit_the_device(operation, arch):
         if variant.arch is not None:
             assert variant.arch.rstrip("af") == device.arch
     assert len(variants) == len(set(variants))
+
+
+def test_every_row_of_softmax_is_compiled():
+    """Its made-up shapes lead to a launch of it."""
+    device = _device.device_of_arch("sm_90a")
+    compiled = {row for row, _ in TABLES["softmax"].compile_list(device, False)}
+    assert {row.name for row in softmax_registry.KERNELS} <= compiled
 
 
 @pytest.mark.parametrize("operation", TABLES)

@@ -168,7 +168,7 @@ KERNELS = (  # best first
     SoftmaxKernel("vjp_trail", BACKWARD, trail_pairs, shapes.STREAMED, fast=True),
     # Rows that no cluster holds are read once if all multiprocessors together hold some
     # of them; otherwise twice, the second time from L2 if they fit there.
-    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.STREAMED, _TILED, fast=True),
+    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.RELAYED, _TILED, fast=True),
     SoftmaxKernel("trail", FORWARD, trail_rows, shapes.LONG_ROWS, _TILED, fast=True),
     SoftmaxKernel("split", FORWARD, split_rows, shapes.LONG_ROWS, _TILED),
     SoftmaxKernel("vjp_split", BACKWARD, split_rows, shapes.LONG_ROWS),

@@ -79,6 +79,10 @@ SHORT_ROWS = _rows_of(
 SUMMED = _rows_of(_summed)
 LONG_ROWS = _rows_of(lambda size, widest: [1 << 21, _FEW])
 STREAMED = _rows_of(lambda size, widest: [1 << 20, _FEW])
+# Several long rows, in two groups of blocks and in one.
+RELAYED = _rows_of(
+    lambda size, widest: [n // widest for n in ((4 << 20) + 1024, 9 << 20)]
+)
 
 
 def _columns_of(*shapes: tuple[int, int, int]):

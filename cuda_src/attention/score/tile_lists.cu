@@ -7,26 +7,38 @@
 //            interval arithmetic. With TRANSPOSED lists belong to tiles of keys,
 //            otherwise to tiles of queries (the owner)
 // Grid       one block per list: tile of the owner, head, batch entry
-// Threads    one warp per tile of the other side; one thread where the mask has no part
-//            that depends on the other side alone
-// Memory     global: lists once, (1 + tiles of the other side) words of 4 bytes each:
+// Threads    8 lanes find the range of a tile of the other side, where the mask has a
+//            part that depends on this side alone; 4 then compare it with the owner's
+//            parts
+// Memory     global: lists once, (2 + tiles of the other side) words of 4 bytes each:
 //            first their number, then an entry for each tile that some part sees, in
 //            order: index of the tile << 8 | 2 bits for each part of the owner's tile:
-//            0 it sees nothing, 1 some, 2 all. At least one tile is listed
+//            0 it sees nothing, 1 some, 2 all. At least one tile is listed.
+//            With WHOLE_FIRST only tiles that all parts see whole follow that number,
+//            and the others fill the list from its end; the second word counts them
 // Numbers    64-bit integers; whatever depends on floats counts as mixed
 // Limits     includes other masks by position, but not arrays
 #include "attention/score/score.cuh"
+#include "attention/score/tile_lists.cuh"
 #include "common/reduce.cuh"
 
 #if !defined(PART_ROWS) || !defined(PARTS) || !defined(OTHER_ROWS) || \
-    !defined(TRANSPOSED)
-#error "PART_ROWS, PARTS, OTHER_ROWS and TRANSPOSED come from the host"
+    !defined(TRANSPOSED) || !defined(WHOLE_FIRST)
+#error "PART_ROWS, PARTS, OTHER_ROWS, TRANSPOSED, WHOLE_FIRST come from the host"
 #endif
 
 // Rows per part of the owner's tile, parts per tile, rows of the other side's tile.
 constexpr int kPartRows = PART_ROWS, kParts = PARTS, kOtherRows = OTHER_ROWS;
 constexpr bool kTransposed = TRANSPOSED;  // the owner's rows are keys
+// Whole tiles are a group of their own. Rows behind the last query count as if they saw
+// all that the other rows see: their results are not stored.
+constexpr bool kWholeFirst = WHOLE_FIRST;
+static_assert(!kWholeFirst || !kTransposed);
+constexpr unsigned kWhole = 0xaa & ((1 << 2 * kParts) - 1);  // all parts see all
 constexpr int kNumWarps = kNumThreads / kWarpSize;
+constexpr int kLanes = 8;  // that find the range of a tile
+constexpr int kTilesOfWarp = kWarpSize / kLanes;
+static_assert(kParts <= 4);
 
 using interval_t = expr::interval_t;
 using head_t = mask_mod_exact_head<accum_t>;
@@ -34,6 +46,10 @@ constexpr int kOfQuery = mask_mod_exact_row_count, kOfKey = mask_mod_exact_col_c
 constexpr int kOfOwner = kTransposed ? kOfKey : kOfQuery;
 constexpr int kOfOther = kTransposed ? kOfQuery : kOfKey;
 constexpr int kMost = kOfQuery > kOfKey ? kOfQuery : kOfKey;
+// Tiles of the other side at a time, whose ranges fit into shared memory.
+constexpr int kFitting = 32768 / (sizeof(interval_t) * (kOfOther > 0 ? kOfOther : 1));
+constexpr int kRoundTiles = kNumThreads / 4 < kFitting ? kNumThreads / 4 : kFitting;
+static_assert(kRoundTiles > 0);
 
 struct list_params_t {
   int own_first;                // row of the first tile; may be negative
@@ -68,14 +84,15 @@ struct function_mask_t {
     }
   }
 
-  // Their ranges over rows [first, last), by one warp.
-  template <bool kKeys>
+  // Their ranges over rows [first, last), by kLanes lanes, all of which get them.
+  template <bool kKeys, int kLanes>
   __device__ __forceinline__ void bounds_of(
       int first, int last, interval_t (&bounds)[kMost > 0 ? kMost : 1]) const {
     constexpr int kCount = kKeys ? kOfKey : kOfQuery;
     constexpr long long kLargest = 0x7fffffffffffffffll;
     for (int n = 0; n < kCount; ++n) bounds[n] = {kLargest, -kLargest, true};
-    for (int row = first + int(threadIdx.x % kWarpSize); row < last; row += kWarpSize) {
+#pragma unroll 4
+    for (int row = first + int(threadIdx.x % kLanes); row < last; row += kLanes) {
       long long x[kMost > 0 ? kMost : 1];
       numbers_of<kKeys>(row, x);
       for (int n = 0; n < kCount; ++n) {
@@ -85,7 +102,7 @@ struct function_mask_t {
     }
     for (int n = 0; n < kCount; ++n) {
 #pragma unroll
-      for (int step = kWarpSize / 2; step > 0; step /= 2) {
+      for (int step = kLanes / 2; step > 0; step /= 2) {
         bounds[n].low = expr::minimum(bounds[n].low,
                                       __shfl_xor_sync(kFullMask, bounds[n].low, step));
         bounds[n].high = expr::maximum(
@@ -101,7 +118,7 @@ struct function_mask_t {
                                            const interval_t* keys) const {
     const int num_queries = static_cast<int>(scores.num_queries());
     const int num_keys = static_cast<int>(scores.num_keys());
-    const bool is_whole = i_last <= num_queries && j_last <= num_keys;
+    const bool is_whole = (kWholeFirst || i_last <= num_queries) && j_last <= num_keys;
     i_first = max(i_first, 0);
     i_last = min(i_last, num_queries);
     j_last = min(j_last, num_keys);
@@ -122,12 +139,12 @@ struct function_mask_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_tile_lists(unsigned* __restrict__ lists,  // as above
                          SCORE_PARAMETERS, const __grid_constant__ list_params_t list) {
   __shared__ interval_t owners[kParts][kMost > 0 ? kMost : 1];
-  __shared__ unsigned char found[kNumThreads];
-  __shared__ int counts[kNumWarps];
+  __shared__ interval_t others[kRoundTiles][kOfOther > 0 ? kOfOther : 1];
+  __shared__ int counts[2][kNumWarps];  // at the front, and at the end
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
 
   // The list of this block, and one of the heads that it belongs to.
@@ -155,65 +172,75 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   if (kOfOwner > 0 && warp < kParts) {
     interval_t bounds[kMost > 0 ? kMost : 1];
     const int first = own_first + warp * kPartRows;
-    function.bounds_of<kTransposed>(max(first, 0), min(first + kPartRows, own_rows),
-                                    bounds);
+    function.bounds_of<kTransposed, kWarpSize>(
+        max(first, 0), min(first + kPartRows, own_rows), bounds);
     if (lane == 0) {
       for (int n = 0; n < kOfOwner; ++n) owners[warp][n] = bounds[n];
     }
   }
   __syncthreads();  // the ranges of all parts
 
-  auto parts_of = [&](int tile, int part, const interval_t* others) {
+  auto seen_by = [&](int part, int tile, const interval_t* of_other) {
     const int own = own_first + part * kPartRows, other = tile * kOtherRows;
     return kTransposed ? function.seen(other, other + kOtherRows, own, own + kPartRows,
-                                       others, owners[part])
+                                       of_other, owners[part])
                        : function.seen(own, own + kPartRows, other, other + kOtherRows,
-                                       owners[part], others);
+                                       owners[part], of_other);
   };
-  int num_listed = 0;
-  for (int first = 0; first < list.num_other; first += kNumThreads) {
-    const int last = min(list.num_other, first + kNumThreads);
+  int num_listed[2] = {};
+  for (int first = 0; first < list.num_other; first += kRoundTiles) {
+    const int last = min(list.num_other, first + kRoundTiles);
     if constexpr (kOfOther > 0) {
-      for (int tile = first + warp; tile < last; tile += kNumWarps) {
-        interval_t others[kMost > 0 ? kMost : 1];
-        function.bounds_of<!kTransposed>(
-            tile * kOtherRows, min((tile + 1) * kOtherRows, other_rows), others);
-        unsigned seen = lane < kParts ? parts_of(tile, lane, others) << 2 * lane : 0;
-        seen |= __shfl_xor_sync(kFullMask, seen, 1);
-        seen |= __shfl_xor_sync(kFullMask, seen, 2);
-        if (lane == 0) found[tile - first] = seen;
-      }
-      __syncthreads();  // all tiles of this round are classified
-    }
-    // Compact the tiles that some part sees.
-    const int tile = first + static_cast<int>(threadIdx.x);
-    unsigned seen = 0;
-    if (tile < last) {
-      if constexpr (kOfOther > 0) {
-        seen = found[threadIdx.x];
-      } else {
-        for (int part = 0; part < kParts; ++part) {
-          seen |= parts_of(tile, part, nullptr) << 2 * part;
+      // Lanes behind the last tile take part in the shuffles.
+      for (int n = threadIdx.x / kLanes; first + n / kTilesOfWarp * kTilesOfWarp < last;
+           n += kNumThreads / kLanes) {
+        interval_t bounds[kMost];
+        const int row = (first + n) * kOtherRows;
+        function.bounds_of<!kTransposed, kLanes>(row, min(row + kOtherRows, other_rows),
+                                                 bounds);
+        if (threadIdx.x % kLanes == 0 && first + n < last) {
+          for (int m = 0; m < kOfOther; ++m) others[n][m] = bounds[m];
         }
       }
+      __syncthreads();  // the ranges of this round
     }
-    const unsigned ballot = __ballot_sync(kFullMask, seen != 0);
-    if (lane == 0) counts[warp] = __popc(ballot);
+    const int place = threadIdx.x / 4, part = threadIdx.x % 4, tile = first + place;
+    unsigned seen = 0;
+    if (tile < last && part < kParts) {
+      seen = seen_by(part, tile, others[place]) << 2 * part;
+    }
+    seen |= __shfl_xor_sync(kFullMask, seen, 1);
+    seen |= __shfl_xor_sync(kFullMask, seen, 2);
+    if (part > 0) seen = 0;  // the first of the four lists the tile
+    const bool at_end = kWholeFirst && seen != 0 && seen != kWhole;
+    const bool at_front = seen != 0 && !at_end;
+    const unsigned ballots[2] = {__ballot_sync(kFullMask, at_front),
+                                 __ballot_sync(kFullMask, at_end)};
+    if (lane < 2) counts[lane][warp] = __popc(lane == 0 ? ballots[0] : ballots[1]);
     __syncthreads();  // the counts of all warps
-    int before = 0, all = 0;
-    for (int w = 0; w < kNumWarps; ++w) {
-      before += w < warp ? counts[w] : 0;
-      all += counts[w];
+    int before[2] = {}, all[2] = {};
+    for (int group = 0; group < 2; ++group) {
+      for (int w = 0; w < kNumWarps; ++w) {
+        before[group] += w < warp ? counts[group][w] : 0;
+        all[group] += counts[group][w];
+      }
     }
-    if (seen != 0) {
-      const int place = num_listed + before + __popc(ballot & ((1u << lane) - 1));
-      words[1 + place] = static_cast<unsigned>(tile) << 8 | seen;
-    }
-    num_listed += all;
+    auto place_in = [&](int group) {
+      return num_listed[group] + before[group] +
+             __popc(ballots[group] & ((1u << lane) - 1));
+    };
+    const unsigned entry = static_cast<unsigned>(tile) << 8 | seen;
+    if (at_front) words[kListHeader + place_in(0)] = entry;
+    if (at_end) words[list.stride - 1 - place_in(1)] = entry;
+    for (int group = 0; group < 2; ++group) num_listed[group] += all[group];
     __syncthreads();  // counts and classes have been read
   }
   if (threadIdx.x == 0) {
-    words[0] = max(num_listed, 1);
-    if (num_listed == 0) words[1] = 0;  // one tile of which nothing is seen
+    if (num_listed[0] + num_listed[1] == 0) {  // one tile of which nothing is seen
+      num_listed[kWholeFirst] = 1;
+      words[kWholeFirst ? list.stride - 1 : kListHeader] = 0;
+    }
+    words[0] = num_listed[0];
+    words[1] = num_listed[1];
   }
 }

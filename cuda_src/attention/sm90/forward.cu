@@ -130,16 +130,22 @@ struct arguments_t {
     return inputs.schedule;
   }
   __device__ __forceinline__ const params_t& params() const { return score.params; }
-  // The tiles of keys of a work tile: those its queries see by their position, or a
-  // range of entries in its list.
+  // The tiles of keys of a work tile: those its queries see by their position, or
+  // entries of its list. Entries from 0 on are of tiles that all queries see whole.
   __device__ __forceinline__ tiles_t tiles_of(const tile_coord_t& at,
                                               const mask_bounds_t& bounds,
                                               int row_first, int row_last) const {
-    if constexpr (kListsTiles) return {0, num_listed(list_of(at))};
+    if constexpr (kListsTiles) {
+      const unsigned* const list = list_of(at);
+      return {-num_at_end(list), num_listed(list)};
+    }
     return ::tiles_of(bounds, row_first, row_last, params().seqlen_k);
   }
   __device__ __forceinline__ const unsigned* list_of(const tile_coord_t& at) const {
     return tile_lists.of(at, params().num_heads);
+  }
+  __device__ __forceinline__ listed_tile_t listed(const tile_coord_t& at, int n) const {
+    return tile_lists.entry(list_of(at), n);
   }
 };
 
@@ -327,11 +333,10 @@ struct producer_t {
   // ahead, because the list lies in global memory.
   template <typename AfterQ>
   __device__ __forceinline__ void load_listed(const tile_coord_t& at,
-                                              const tiles_t& places, int row_block,
+                                              const tiles_t& places,
                                               const AfterQ& after_q) const {
     auto entry = [&](int n) {
-      return listed_tile(args.list_of(coord(at)),
-                         max(places.last - 1 - n, places.first));
+      return args.listed(coord(at), max(places.last - 1 - n, places.first));
     };
     const int count = places.last - places.first;
     listed_tile_t now = entry(0);
@@ -344,7 +349,7 @@ struct producer_t {
         load_k(at, number, now.tile() * kBlockN);
       }
       if (n == 0) {
-        load_q(at, row_block);
+        load_q(at, first_row(coord(at), args.schedule()));
         after_q();
       } else {
         const unsigned before = num_tiles + n - 1;
@@ -396,7 +401,7 @@ struct producer_t {
         if (!careful) orders.next = next + gridDim.x;
       };
       if constexpr (kListsTiles) {
-        load_listed(at, tiles, row_block, set_next);
+        load_listed(at, tiles, set_next);
       } else {
         const tile_order_t order = order_of(tiles, args.score.scores_of(at), row_last);
         for (int n = 0; n <= count; ++n) {
@@ -452,7 +457,7 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
     const tiles_t tiles = tile_infos[num_done & 1].split().tiles;
     const scores_t scores = args.score.scores_of(at);
     auto first_key = [&](int tile) {
-      if constexpr (kListsTiles) tile = listed_tile(args.list_of(at), tile).tile();
+      if constexpr (kListsTiles) tile = args.listed(at, tile).tile();
       return tile * kBlockN;
     };
     // With other score options there are no registers left to prefetch.
@@ -537,7 +542,7 @@ struct work_t {
   int first[2] = {}, last[2];
   // Tile n = 0 is the last one of the block. This warpgroup skips the first `skipped`
   // tiles, which only other warpgroups see, and masks those before `masked_end` and
-  // from `whole_end` on.
+  // from `whole_end` on. With lists, those before `whole_end` are whole.
   int skipped = 0, masked_end = 1, whole_end;
 
   __device__ __forceinline__ work_t(const arguments_t& args,
@@ -573,6 +578,11 @@ struct work_t {
     rows.set(args.mask_bits, at, i, lane);
     functions.set<true, false>(args.score, scores, i);
     whole_end = count;
+    if constexpr (kListsTiles) {
+      whole_end = max(tiles.last - max(tiles.first, 0), 0);
+      if (kSplit && split.empty) whole_end = 0;
+      whole_end = opaque(whole_end);
+    }
     if constexpr (kFromDiagonal) masked_end = count;
     if constexpr (kBounds > 0 && !kListsTiles) {
       const tiles_t own = tiles_of(bounds, row_group, row_group_last, seqlen_k);
@@ -720,10 +730,22 @@ struct consumer_t {
   __device__ __forceinline__ void add_key_bias() {
     if constexpr (kBiasBehind) key_bias.add_to(s);
   }
+  // The list entry of a tile of k, valid until that is released.
+  __device__ __forceinline__ listed_tile_t listed_at(unsigned stage) const {
+    const listed_tile_t listed = {__shfl_sync(kFullMask, shared.listed[stage], 0)};
+    __syncwarp();  // all lanes have read it
+    return listed;
+  }
+  // The index of tile n, whose k must not have been released.
+  __device__ __forceinline__ int tile_of(const work_t& work, int n) const {
+    if constexpr (!kListsTiles) return work.order.tile(n);
+    if constexpr (!kHasTerms) return 0;  // it does not matter
+    return listed_at(stage_of(num_tiles + n)).tile();
+  }
   // Turns products into final scores.
   template <bool kMasked>
-  __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late) {
-    const int tile = work.order.tile(n);
+  __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late,
+                                                int tile) {
     const bool is_masked = kMasked && (!kFromDiagonal || work.order.is_last(tile));
     finish_scores<kMasked>(work, n, late, tile * kBlockN, is_masked);
   }
@@ -796,6 +818,12 @@ struct consumer_t {
     const bool late = begin_scores(skipped);
     load_shown(work, skipped);
     wait(smem.k_ring.full_at(stage), parity_of(number));
+    listed_tile_t listed;
+    bool is_masked = true;
+    if constexpr (kListsTiles) {
+      listed = listed_at(stage);
+      is_masked = find_shown_of(work, listed);
+    }
     start_qk(stage);
     load_key_bias(stage);
     if constexpr (kBounds > 0) {
@@ -809,7 +837,11 @@ struct consumer_t {
       ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
       if (skipped == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
     }
-    finish_scores<true>(work, skipped, late);
+    if constexpr (kListsTiles) {
+      finish_scores<true>(work, 0, late, listed.tile() * kBlockN, is_masked);
+    } else {
+      finish_scores<true>(work, skipped, late, work.order.tile(skipped));
+    }
     raise(row, s, to_log2, args.inputs.margin);
     exponentiate(row, s, to_log2);
     round_to(p, s);
@@ -828,6 +860,7 @@ struct consumer_t {
     start_pv(stage_v, n > work.skipped + 1);
     pingpong_arrive();
     load_key_bias(stage);
+    const int tile = tile_of(work, n);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
     add_key_bias();
@@ -838,7 +871,7 @@ struct consumer_t {
       ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
       if (n == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
     }
-    finish_scores<kMasked>(work, n, late);
+    finish_scores<kMasked>(work, n, late, tile);
     raised_t raised;
     if constexpr (kCapOnly && !kMasked) {
       raised = raise(row, s, to_log2, args.inputs.margin, capped_t{args.inputs.cap});
@@ -872,11 +905,10 @@ struct consumer_t {
     }
   }
   __device__ __forceinline__ void end_before(int n, bool is_pending) {
-    if (n < 0) return;
     const unsigned number = num_tiles + n, stage = stage_of(number);
     wait(smem.v_ring.full_at(stage), parity_of(number));
     if (is_pending) {
-      start_pv(stage, true);
+      start_pv(stage, n > 0);
       ptx::wgmma_wait_group<0>();
       compiler_fence(o);
     }
@@ -888,7 +920,7 @@ struct consumer_t {
   __device__ __forceinline__ bool find_shown_of(const work_t& work,
                                                 listed_tile_t listed) {
     const bool is_masked =
-        __any_sync(kFullMask, listed.is_mixed(w) || (kSplit && work.split.empty));
+        __any_sync(kFullMask, !listed.is_whole(w) || (kSplit && work.split.empty));
     if (is_masked) {
       const volatile tile_info_t& info = shared.tile_infos[num_done & 1];
       const tile_coord_t at = info.coord();
@@ -925,12 +957,9 @@ struct consumer_t {
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
     }
-    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
-    if (n > 0) {
-      pingpong_wait();
-      pingpong_arrive();
-    }
+    pingpong_wait();
+    pingpong_arrive();
     end_before(n - 1, is_pending);
   }
   // A visible tile after one that this warpgroup did not see.
@@ -939,14 +968,13 @@ struct consumer_t {
     const unsigned stage = stage_of(num_tiles + n);
     const bool is_masked = find_shown_of(work, listed);
     const bool late = begin_scores(n);
-    if (n > 0) pingpong_wait();
+    pingpong_wait();
     start_qk(stage);
-    if (n > 0) pingpong_arrive();
+    pingpong_arrive();
     load_key_bias(stage);
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
     add_key_bias();
-    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     end_before(n - 1, false);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
@@ -965,13 +993,12 @@ struct consumer_t {
     pingpong_wait();
     start_qk(stage);
     wait(smem.v_ring.full_at(stage_v), parity_of(before));
-    start_pv(stage_v, true);
+    start_pv(stage_v, n > 1);
     pingpong_arrive();
     load_key_bias(stage);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
     add_key_bias();
-    __syncwarp();  // all lanes have read the list entry
     release_k(work, n);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
@@ -982,16 +1009,15 @@ struct consumer_t {
     round_to(p, s);  // only now, because the product in flight was reading p
     scale_sums(row, raised.moves);
   }
+  // First the tiles that are whole for all warpgroups, as without lists, then others.
   __device__ __forceinline__ void attend_listed(const work_t& work, softmax_t& row) {
-    wait(smem.q_ring.full_at(w), num_done & 1);
-#pragma unroll
-    for (int e = 0; e < kOutputs; ++e) o[e] = 0;
-    bool is_pending = false;
+    attend(work, row);
+    bool is_pending = true;
 #pragma unroll 1
-    for (int n = 0; n < work.count; ++n) {
+    for (int n = max(work.whole_end, 1); n < work.count; ++n) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       wait(smem.k_ring.full_at(stage), parity_of(number));
-      const listed_tile_t listed = {__shfl_sync(kFullMask, shared.listed[stage], 0)};
+      const listed_tile_t listed = listed_at(stage);
       // The vote tells the compiler that a warp branches as one.
       if (!__any_sync(kFullMask, listed.is_seen(w))) {
         skip_listed(work, n, is_pending);
@@ -1006,12 +1032,11 @@ struct consumer_t {
     end_before(work.count - 1, is_pending);
   }
 
-  // All tiles of keys, except the last product with v, which store() issues.
+  // All tiles of keys, or the whole ones of a list, except the last product with v.
   __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
-    wait(smem.q_ring.full_at(w), num_done & 1);
     first_step(work, row);
     int n = work.skipped + 1;
-    if constexpr (kBounds > 0 || kFromDiagonal) {
+    if constexpr ((kBounds > 0 && !kListsTiles) || kFromDiagonal) {
 #pragma unroll 1
       for (; n < work.masked_end; ++n) step<true>(work, row, n);
     }
@@ -1024,7 +1049,7 @@ struct consumer_t {
       ptx::launder(left);
       step<false>(work, row, n);
     }
-    if constexpr (kBounds == 2) {
+    if constexpr (kBounds == 2 && !kListsTiles) {
 #pragma unroll 1
       for (; n < work.count; ++n) step<true>(work, row, n);
     }
@@ -1174,18 +1199,19 @@ struct consumer_t {
     } else {
       special = shared.orders.special[number & 1] == number;
     }
-    if (special) {
+    if (__any_sync(kFullMask, special)) {
       __syncwarp();  // the stores of the warp are visible to all its lanes
       const volatile tile_info_t& info = shared.tile_infos[number & 1];
       // Reload: otherwise the compiler hoists the softcap of a zero product out of the
       // loop over tiles and spends registers on it.
       const score_arguments_t score = kHasSoftcap ? args.score.reloaded() : args.score;
-      add_specials(args.inputs.v, args.out, here, work.row_block, w,
-                   score.scores_of(here), info.seen(), score.params, info.split().tiles,
-                   kListsTiles ? args.list_of(here) : nullptr, work_tile & ~kCareful,
-                   [this](const tile_coord_t& at, int row, int tile) {
-                     return row_number(at, row, tile);
-                   });
+      add_specials(
+          args.inputs.v, args.out, here, work.row_block, w, score.scores_of(here),
+          info.seen(), score.params, info.split().tiles, work_tile & ~kCareful,
+          [this](const tile_coord_t& at, int row, int tile) {
+            return row_number(at, row, tile);
+          },
+          [&](int n) { return kListsTiles ? args.listed(here, n).tile() : n; });
     }
   }
 
@@ -1281,6 +1307,7 @@ struct consumer_t {
       work_t work(args, shared.tile_infos[num_done & 1], work_tile, w, lane);
       if constexpr (kBounds > 0 && !kListsTiles) skip(work.skipped);
       softmax_t row(to_log2);
+      wait(smem.q_ring.full_at(w), num_done & 1);
       if constexpr (kListsTiles) {
         attend_listed(work, row);
         work_tile = tile_here();  // it did not fit into registers

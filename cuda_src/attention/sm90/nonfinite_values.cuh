@@ -88,12 +88,12 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
 
 // Adds the infinities and NaN that rows of this warp see in scrubbed tiles. `group` is
 // the warpgroup among those that compute the rows from `row_block` on.
-template <typename RowNumber>
+template <typename RowNumber, typename TileOf>
 __device__ __forceinline__ void add_specials(
     const elem_t* v, out_t* out, const tile_coord_t& at, int row_block, int group,
     const scores_t& scores, const mask_bounds_t& bounds, const params_t& params,
-    const tiles_t& tiles, const unsigned* list, int work_tile,
-    const RowNumber& row_number) {
+    const tiles_t& tiles, int work_tile, const RowNumber& row_number,
+    const TileOf& tile_of) {
   const int lane = threadIdx.x % kWarpSize;
   const int num_rows = int(params.seqlen_q) * kPack, head_dim_v = params.head_dim_v;
   v = at.at_kv(v, params.v);
@@ -102,16 +102,18 @@ __device__ __forceinline__ void add_specials(
       bounds, max(row_block, 0), min(row_block + kBlockM, num_rows), params.seqlen_k);
   const int row_first = row_block + group * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
   const int row_last = min(row_first + 16, num_rows);
-  if (row_first < 0 || row_first >= row_last) return;
+  // Votes tell the compiler that the warp branches as one. Where it does not know this,
+  // the loop over keys keeps no addresses in the uniform registers.
+  if (__any_sync(kFullMask, row_first < 0 || row_first >= row_last)) return;
   const tiles_t keys = keys_of(bounds, query_of(row_first), query_end(row_last));
 #pragma unroll 1
   for (int coord = tiles.first; coord < tiles.last; ++coord) {
-    const int tile = kListsTiles ? listed_tile(list, coord).tile() : coord;
+    const int tile = tile_of(coord);
     if (is_in(tile, whole)) continue;
     const int j_first = max(tile * kBlockN, keys.first);
     const int j_last = min((tile + 1) * kBlockN, keys.last);
 #pragma unroll 1
-    for (int j0 = j_first; j0 < j_last; j0 += kWarpSize) {
+    for (int j0 = j_first; __any_sync(kFullMask, j0 < j_last); j0 += kWarpSize) {
       // Each lane checks one key; then the warp handles the keys with nonfinite values.
       bool special = false;
       if (j0 + lane < j_last) {
@@ -129,7 +131,7 @@ __device__ __forceinline__ void add_specials(
       for (; left != 0; left &= left - 1) {
         const int j = j0 + __ffs(left) - 1;
 #pragma unroll 1
-        for (int row = row_first; row < row_last; ++row) {
+        for (int row = row_first; __any_sync(kFullMask, row < row_last); ++row) {
           const int i = query_of(row);
           const tiles_t seen = keys_of(bounds, i, i + 1);
           if (j < seen.first || j >= seen.last) continue;

@@ -11,8 +11,9 @@ from cupyflash._cuda.structs import Struct
 if TYPE_CHECKING:  # it imports CuPy, which selecting a kernel must not
     from cupyflash._cuda.launch_sequence import PointersAndBytes, Step
 
-_THREADS = 256
+_THREADS = 512
 _WORD = 4  # bytes
+_HEADER = 2  # words before the entries of a list
 
 LIST_PARAMS = Struct(
     "list_params_t",
@@ -42,6 +43,7 @@ class TileLists(NamedTuple):
     transposed: bool = False
     own_first: int = 0
     name: str = "tile_lists"  # of the memory that holds them
+    whole_first: bool = False  # whole tiles are a group of their own
 
     def config(
         self, problem: AttentionProblem, batch_dims: int, num_blocks: int = 1
@@ -58,6 +60,7 @@ class TileLists(NamedTuple):
             PARTS=self.parts,
             OTHER_ROWS=self.other_rows,
             TRANSPOSED=int(self.transposed),
+            WHOLE_FIRST=int(self.whole_first),
         )
 
     def _counts(self, problem):
@@ -80,7 +83,7 @@ class TileLists(NamedTuple):
     def _strides(self, problem):
         num_own, num_other, heads, entries = self._counts(problem)
         return {
-            "stride": 1 + num_other,
+            "stride": _HEADER + num_other,
             "batch_lists": num_own * max(heads, 1) if entries else 0,
             "head_lists": num_own if heads else 0,
         }
@@ -88,7 +91,7 @@ class TileLists(NamedTuple):
     def num_bytes(self, problem: AttentionProblem) -> int:
         """The size of the memory that holds them."""
         num_own, num_other, heads, entries = self._counts(problem)
-        return _WORD * num_own * (1 + num_other) * max(heads, 1) * max(entries, 1)
+        return _WORD * num_own * (_HEADER + num_other) * max(heads, 1) * max(entries, 1)
 
     def step(self, problem: AttentionProblem, batch_dims: int, params: Any) -> "Step":
         """The launch that makes them, with its arguments."""

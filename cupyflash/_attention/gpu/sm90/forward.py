@@ -376,7 +376,13 @@ class HopperKernel(spec.ForwardSpec):
             bounds_of(problem) > 0 and tile.num_groups > 1
         ):  # tiles are aligned to the last query
             first = -self._absent(problem, tile)
-        return TileLists(HOPPER_GROUP_ROWS, tile.num_groups, tile.block_n, False, first)
+        return TileLists(
+            HOPPER_GROUP_ROWS,
+            tile.num_groups,
+            tile.block_n,
+            own_first=first,
+            whole_first=True,
+        )
 
     def _absent(self, problem, tile):
         """Rows by which a head's partial tile is short, in whole warpgroups."""

@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       // Lanes behind the last tile take part in the shuffles.
       for (int n = threadIdx.x / kLanes; first + n / kTilesOfWarp * kTilesOfWarp < last;
            n += kNumThreads / kLanes) {
-        interval_t bounds[kMost];
+        interval_t bounds[kMost > 0 ? kMost : 1];
         const int row = (first + n) * kOtherRows;
         function.bounds_of<!kTransposed, kLanes>(row, min(row + kOtherRows, other_rows),
                                                  bounds);

@@ -1034,6 +1034,7 @@ struct consumer_t {
 
   // All tiles of keys, or the whole ones of a list, except the last product with v.
   __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
+    wait(smem.q_ring.full_at(w), num_done & 1);
     first_step(work, row);
     int n = work.skipped + 1;
     if constexpr ((kBounds > 0 && !kListsTiles) || kFromDiagonal) {
@@ -1199,7 +1200,7 @@ struct consumer_t {
     } else {
       special = shared.orders.special[number & 1] == number;
     }
-    if (__any_sync(kFullMask, special)) {
+    if (same(special)) {
       __syncwarp();  // the stores of the warp are visible to all its lanes
       const volatile tile_info_t& info = shared.tile_infos[number & 1];
       // Reload: otherwise the compiler hoists the softcap of a zero product out of the
@@ -1307,7 +1308,6 @@ struct consumer_t {
       work_t work(args, shared.tile_infos[num_done & 1], work_tile, w, lane);
       if constexpr (kBounds > 0 && !kListsTiles) skip(work.skipped);
       softmax_t row(to_log2);
-      wait(smem.q_ring.full_at(w), num_done & 1);
       if constexpr (kListsTiles) {
         attend_listed(work, row);
         work_tile = tile_here();  // it did not fit into registers

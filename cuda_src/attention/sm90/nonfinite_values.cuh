@@ -86,6 +86,14 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
   return found;
 }
 
+// A condition that is the same for the whole warp. With lists of tiles only a vote
+// tells the compiler so; else the loop over keys, too, keeps no addresses in uniform
+// registers.
+__device__ __forceinline__ bool same(bool condition) {
+  if constexpr (kListsTiles) return __any_sync(kFullMask, condition);
+  return condition;
+}
+
 // Adds the infinities and NaN that rows of this warp see in scrubbed tiles. `group` is
 // the warpgroup among those that compute the rows from `row_block` on.
 template <typename RowNumber, typename TileOf>
@@ -102,18 +110,16 @@ __device__ __forceinline__ void add_specials(
       bounds, max(row_block, 0), min(row_block + kBlockM, num_rows), params.seqlen_k);
   const int row_first = row_block + group * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
   const int row_last = min(row_first + 16, num_rows);
-  // Votes tell the compiler that the warp branches as one. Where it does not know this,
-  // the loop over keys keeps no addresses in the uniform registers.
-  if (__any_sync(kFullMask, row_first < 0 || row_first >= row_last)) return;
+  if (same(row_first < 0) || same(row_first >= row_last)) return;
   const tiles_t keys = keys_of(bounds, query_of(row_first), query_end(row_last));
 #pragma unroll 1
-  for (int coord = tiles.first; coord < tiles.last; ++coord) {
+  for (int coord = tiles.first; same(coord < tiles.last); ++coord) {
     const int tile = tile_of(coord);
     if (is_in(tile, whole)) continue;
     const int j_first = max(tile * kBlockN, keys.first);
     const int j_last = min((tile + 1) * kBlockN, keys.last);
 #pragma unroll 1
-    for (int j0 = j_first; __any_sync(kFullMask, j0 < j_last); j0 += kWarpSize) {
+    for (int j0 = j_first; same(j0 < j_last); j0 += kWarpSize) {
       // Each lane checks one key; then the warp handles the keys with nonfinite values.
       bool special = false;
       if (j0 + lane < j_last) {
@@ -131,11 +137,12 @@ __device__ __forceinline__ void add_specials(
       for (; left != 0; left &= left - 1) {
         const int j = j0 + __ffs(left) - 1;
 #pragma unroll 1
-        for (int row = row_first; __any_sync(kFullMask, row < row_last); ++row) {
+        for (int row = row_first; same(row < row_last); ++row) {
           const int i = query_of(row);
           const tiles_t seen = keys_of(bounds, i, i + 1);
-          if (j < seen.first || j >= seen.last) continue;
-          if (kHidesKeys && scores(0.f, i, j) == -infinity<float>()) continue;
+          if (same(j < seen.first) || same(j >= seen.last)) continue;
+          const bool hidden = kHidesKeys && scores(0.f, i, j) == -infinity<float>();
+          if (same(hidden)) continue;
           out_t* out_row = out;
           index_t step = 1;
           if constexpr (kSplit) {

@@ -329,16 +329,15 @@ struct producer_t {
         coordinate(from.kv_head, args.params().v.head), batch);
   }
 
-  // Loads list entries [first, last), last one first. Each entry is read one step
+  // Loads the list entries of this work tile, last one first. Each is read one step
   // ahead, because the list lies in global memory.
   template <typename AfterQ>
-  __device__ __forceinline__ void load_listed(const tile_coord_t& at,
-                                              const tiles_t& places,
+  __device__ __forceinline__ void load_listed(const tile_coord_t& at, int count,
                                               const AfterQ& after_q) const {
     auto entry = [&](int n) {
+      const tiles_t places = info().split().tiles;  // it does not fit into registers
       return args.listed(coord(at), max(places.last - 1 - n, places.first));
     };
-    const int count = places.last - places.first;
     listed_tile_t now = entry(0);
     for (int n = 0; n <= count; ++n) {
       const listed_tile_t next = entry(n + 1);
@@ -401,7 +400,7 @@ struct producer_t {
         if (!careful) orders.next = next + gridDim.x;
       };
       if constexpr (kListsTiles) {
-        load_listed(at, tiles, set_next);
+        load_listed(at, count, set_next);
       } else {
         const tile_order_t order = order_of(tiles, args.score.scores_of(at), row_last);
         for (int n = 0; n <= count; ++n) {

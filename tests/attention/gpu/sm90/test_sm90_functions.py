@@ -106,7 +106,7 @@ def test_lists_are_shared_by_what_a_mask_does_not_depend_on():
         problem, _ = asked(dtype="float16", shape=(2, 4, 1000, 64), **options)
         lists = HOPPER.tile_lists(problem)
         tile = HOPPER.tile(problem)
-        words = -(-1000 // tile.block_m) * (1 - (-1000 // tile.block_n))
+        words = -(-1000 // tile.block_m) * (2 - (-1000 // tile.block_n))
         return lists.num_bytes(problem) / 4 / words
 
     assert num_lists(mask=lambda i, j: (i + j) % 2 == 0) == 1

@@ -541,7 +541,7 @@ struct work_t {
   int first[2] = {}, last[2];
   // Tile n = 0 is the last one of the block. This warpgroup skips the first `skipped`
   // tiles, which only other warpgroups see, and masks those before `masked_end` and
-  // from `whole_end` on. With lists, those before `whole_end` are whole.
+  // from `whole_end` on.
   int skipped = 0, masked_end = 1, whole_end;
 
   __device__ __forceinline__ work_t(const arguments_t& args,
@@ -577,11 +577,6 @@ struct work_t {
     rows.set(args.mask_bits, at, i, lane);
     functions.set<true, false>(args.score, scores, i);
     whole_end = count;
-    if constexpr (kListsTiles) {
-      whole_end = max(tiles.last - max(tiles.first, 0), 0);
-      if (kSplit && split.empty) whole_end = 0;
-      whole_end = opaque(whole_end);
-    }
     if constexpr (kFromDiagonal) masked_end = count;
     if constexpr (kBounds > 0 && !kListsTiles) {
       const tiles_t own = tiles_of(bounds, row_group, row_group_last, seqlen_k);
@@ -1008,12 +1003,18 @@ struct consumer_t {
     round_to(p, s);  // only now, because the product in flight was reading p
     scale_sums(row, raised.moves);
   }
+  // The tiles of a list that are whole for all warpgroups.
+  __device__ __forceinline__ int num_whole() const {
+    const split_t split = shared.tile_infos[num_done & 1].split();
+    if (kSplit && split.empty) return 0;
+    return max(split.tiles.last - max(split.tiles.first, 0), 0);
+  }
   // First the tiles that are whole for all warpgroups, as without lists, then others.
   __device__ __forceinline__ void attend_listed(const work_t& work, softmax_t& row) {
-    attend(work, row);
+    int n = attend(work, row);
     bool is_pending = true;
 #pragma unroll 1
-    for (int n = max(work.whole_end, 1); n < work.count; ++n) {
+    for (; n < work.count; ++n) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       wait(smem.k_ring.full_at(stage), parity_of(number));
       const listed_tile_t listed = listed_at(stage);
@@ -1032,7 +1033,8 @@ struct consumer_t {
   }
 
   // All tiles of keys, or the whole ones of a list, except the last product with v.
-  __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
+  // Returns their number.
+  __device__ __forceinline__ int attend(const work_t& work, softmax_t& row) {
     wait(smem.q_ring.full_at(w), num_done & 1);
     first_step(work, row);
     int n = work.skipped + 1;
@@ -1040,9 +1042,9 @@ struct consumer_t {
 #pragma unroll 1
       for (; n < work.masked_end; ++n) step<true>(work, row, n);
     }
-    if constexpr (kFromDiagonal) return;
+    if constexpr (kFromDiagonal) return n;
     // A separate counter: comparing n would move it out of the uniform registers.
-    unsigned left = max(work.whole_end - n, 0);
+    unsigned left = max((kListsTiles ? num_whole() : work.whole_end) - n, 0);
 #pragma unroll 1
     for (; left > 0; ++n) {
       --left;
@@ -1053,6 +1055,7 @@ struct consumer_t {
 #pragma unroll 1
       for (; n < work.count; ++n) step<true>(work, row, n);
     }
+    return n;
   }
 
   // --- epilogue

@@ -56,8 +56,9 @@ static_assert(!kListsTiles || kStages >= 2);
 
 // Release k and q by predicated arrivals, without a branch. With more stages, or where
 // bias and mask have a ring of their own, this was slower: the assembler moves more
-// instructions between the waits of pingpong.
-constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kHasKeyRing;
+// instructions between the waits of pingpong. With lists it saves 5 instructions.
+constexpr bool kGivesBackAtOnce =
+    kNumGroups > 1 && (kStages == 2 || kListsTiles) && !kHasKeyRing;
 
 // s = q k^T, or s += q k^T with kPresetBias. A step covers 16 columns, 32 bytes of each
 // 128-byte row.
@@ -263,6 +264,7 @@ struct producer_t {
     info.put(at);
     if (number < args.schedule().num_work_tiles) {
       if (kBoundsPerTile) info.put(args.score.scores_of(at).mask_bounds(0, 0));
+      if (kListsTiles) info.list = args.list_of(at);
       info.put(split_of(args.tiles_of(at, info.seen(), row_first, row_last), number,
                         args.schedule()));
     }
@@ -274,12 +276,23 @@ struct producer_t {
     if constexpr (kDynamic && (kBatchDims > 1 || kListsTiles)) return info().coord();
     return at;
   }
+  // Of keys and values alone: with a list the loads of this thread set the pace.
+  __device__ __forceinline__ tile_coord_t coord_of_keys(const tile_coord_t& at) const {
+    if constexpr (!kListsTiles) return coord(at);
+    tile_coord_t keys;
+    keys.kv_head = info().kv_head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchDims; ++axis) {
+      keys.batch[axis] = info().batch[axis];
+    }
+    return keys;
+  }
   // Loads tile `number` of k, counted over all work tiles; it starts at key `first`.
   __device__ __forceinline__ void load_k(const tile_coord_t& at, unsigned number,
-                                         int first) const {
+                                         int first, listed_tile_t listed = {}) const {
     const unsigned stage = stage_of(number);
     wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
-    const tile_coord_t from = coord(at);
+    const tile_coord_t from = coord_of_keys(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().k);
     load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
@@ -321,7 +334,7 @@ struct producer_t {
       orders.work_tile[slot] = num_done;
       arrival = smem.landed + slot * ring_t::kBytes;
     }
-    const tile_coord_t from = coord(at);
+    const tile_coord_t from = coord_of_keys(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().v);
     load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
@@ -335,8 +348,8 @@ struct producer_t {
   __device__ __forceinline__ void load_listed(const tile_coord_t& at, int count,
                                               const AfterQ& after_q) const {
     auto entry = [&](int n) {
-      const tiles_t places = info().split().tiles;  // it does not fit into registers
-      return args.listed(coord(at), max(places.last - 1 - n, places.first));
+      const volatile tile_info_t& here = info();  // it does not fit into registers
+      return args.tile_lists.entry(here.list, max(here.last - 1 - n, here.first));
     };
     listed_tile_t now = entry(0);
     for (int n = 0; n <= count; ++n) {

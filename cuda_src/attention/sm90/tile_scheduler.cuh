@@ -261,6 +261,7 @@ struct tile_info_t {
   int tile, heads, head, kv_head, batch[kBatchDims];
   mask_bounds_t bounds;    // of the whole score matrix
   int first, last, empty;  // its part of the keys
+  const unsigned* list;    // with kListsTiles
 
   __device__ void put(const tile_coord_t& at) volatile {
     tile = at.tile;

@@ -64,9 +64,13 @@ NARROW_KEYS = 1024
 NARROW = {(128, 128): HopperTile(3, 64, False, 4)}
 
 # For a mask function and no option that takes registers, where another tile is faster
-# than that for one score option; by (head_dim, head_dim_v) as compiled.
+# than that for one score option; by (head_dim, head_dim_v) as compiled. The third stage
+# hides that the producer must read where the next tile lies.
 LISTED: dict[tuple[int, int], Ladder] = {
-    (64, 64): {128: HopperTile(2, 128, False), math.inf: HopperTile(3, 128)},
+    (64, 64): {
+        128: HopperTile(2, 128, False),
+        math.inf: HopperTile(3, 128, num_stages=3),
+    },
 }
 
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;

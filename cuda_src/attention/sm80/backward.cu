@@ -224,23 +224,24 @@ struct backward_t {
     const mask_bounds_t bounds = view.seen.at(i0, 0);
     const int first_key = kHasTerms ? view.first_key : 0;
     auto finish = [&](auto sees, auto is_shown) {
-      for_columns<kCareful>(s, dp, [&](int n, int position) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
         if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
-        const float* const stats_n = lse + column + 8 * position;
-        const float2 lse_n = *reinterpret_cast<const float2*>(stats_n);
-        const float2 delta_n = *reinterpret_cast<const float2*>(stats_n + kBlockM);
+        const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
+        const float2 delta_n =
+            *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int i = column + 8 * position + e % 2, j = row + 16 * m + e / 2 * 8;
+            const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
             differentiate.operator()<decltype(is_shown)::kValue>(
                 s[m][n][e], dp[m][n][e], sees(i, j), scores, index_t(i0 + i),
                 index_t(first_key + j), e % 2 ? lse_n.y : lse_n.x,
                 e % 2 ? delta_n.y : delta_n.x);
           }
         }
-      });
+      }
     };
     if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
       finish([](int, int) { return true; }, constant_t<false>());
@@ -393,27 +394,22 @@ struct backward_t {
     }
   }
 
-  // Stores dk and dv, one after the other by the same code.
-  __device__ __forceinline__ void store(grad_t* dk, grad_t* dv, sums_t& sums_k,
+  __device__ __forceinline__ void store(grad_t* dk, grad_t* dv, const sums_t& sums_k,
                                         const sums_t& sums_v) const {
     const float unfactor =
         unfactor_of(differentiate.factor, static_cast<float>(params.scale));
     const int j0 = view.first_key;
     const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+    const int dim = static_cast<int>(params.head_dim);
+    const int dim_v = static_cast<int>(params.head_dim_v);
     const auto kept = locate(grads.kept, view.kept);
-    float nonfinite = 0;
-#pragma unroll 1
-    for (int of_v = 0; of_v < 2; ++of_v) {
-      grad_t* const target = of_v ? dv + kept.of[2] : dk + kept.of[1];
-      nonfinite += store_sums(
-          target + j0 * grads.row[of_v], grads.row[of_v], grads.col[of_v], sums_k,
-          of_v ? 1 / kFactorP : unfactor, key_0(), part() * (8 * kColTiles), num_keys,
-          static_cast<int>(of_v ? params.head_dim_v : params.head_dim));
-#pragma unroll
-      for (int n = 0; n < kKeyTiles * kColTiles * 4; ++n) {
-        (&sums_k[0][0][0])[n] = (&sums_v[0][0][0])[n];
-      }
-    }
+    const int column = part() * (8 * kColTiles);
+    float nonfinite =
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, unfactor, key_0(), column, num_keys, dim);
+    nonfinite +=
+        store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                   sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
     if (nonfinite != 0) (kCareful ? found->still_nonfinite : found->nonfinite) = 1;
   }
 };

@@ -194,36 +194,6 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kRows][kCols][4],
   }
 }
 
-// Calls f(n, position) for columns of tiles of s and dp: number n of these is at
-// `position`. With kInLoop, for kernels that seldom run, it is a loop in which columns
-// move up by one, since registers cannot be indexed; that compiles much faster.
-template <bool kInLoop, int kRows, int kCols, typename Function>
-__device__ __forceinline__ void for_columns(float (&s)[kRows][kCols][4],
-                                            float (&dp)[kRows][kCols][4],
-                                            const Function& f) {
-  if constexpr (kInLoop) {
-#pragma unroll 1
-    for (int position = 0; position < kCols; ++position) {
-      f(0, position);
-#pragma unroll
-      for (int e = 0; e < 4 * kRows; ++e) {
-        float (&x)[kCols][4] = s[e / 4], (&y)[kCols][4] = dp[e / 4];
-        const float first_x = x[0][e % 4], first_y = y[0][e % 4];
-#pragma unroll
-        for (int n = 0; n + 1 < kCols; ++n) {
-          x[n][e % 4] = x[n + 1][e % 4];
-          y[n][e % 4] = y[n + 1][e % 4];
-        }
-        x[kCols - 1][e % 4] = first_x;
-        y[kCols - 1][e % 4] = first_y;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int n = 0; n < kCols; ++n) f(n, n);
-  }
-}
-
 // Accumulators of two adjacent tiles, as 16 columns of an A operand.
 template <int kRows, int kCols>
 __device__ __forceinline__ void as_operand(unsigned (&x)[kRows][4],
@@ -260,7 +230,6 @@ __device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
       const int row = row_0 + 16 * m + 8 * r + lane / 4;
       if (row >= num_rows) continue;
       grad_t* const target = gradient + row * row_step;
-      grad_t* own = target + (column_0 + lane % 4 * 2) * col_step;
 #pragma unroll
       for (int n = 0; n < kCols; ++n) {
         const int column = column_0 + 8 * n + lane % 4 * 2;
@@ -274,10 +243,9 @@ __device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
             *reinterpret_cast<float2*>(target + column) = make_float2(x, y);
           }
         } else {
-          if (column < dim) own[0] = to<grad_t>(x);
-          if (column + 1 < dim) own[col_step] = to<grad_t>(y);
+          if (column < dim) target[column * col_step] = to<grad_t>(x);
+          if (column + 1 < dim) target[(column + 1) * col_step] = to<grad_t>(y);
         }
-        own += 8 * col_step;
       }
     }
   }

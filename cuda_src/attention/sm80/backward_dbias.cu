@@ -307,23 +307,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     __syncthreads();  // the list is complete
     const int count = list.count;
     is_last = list.is_last;
-    // Step -1 only loads: the copies, long to compile, are there once.
+    load(0);
 #pragma unroll 1
-    for (int n = -1; n < count; ++n) {
-      if (n >= 0) {
-        ptx::wait_copy_groups<0>();
-        __syncthreads();  // this work tile has arrived; the previous one has been read
-      }
+    for (int n = 0; n < count; ++n) {
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this work tile has arrived; the previous one has been read
       if constexpr (kStages == 2) load(n + 1);
       tile_frag_t s, dp;
-      if (n >= 0) block.multiply(s, dp, n);
-      if constexpr (kStages == 1) {
-        if (n >= 0) __syncthreads();  // all warps have read the tiles
-        load(n + 1);
-      }
-      if (n >= 0) {
-        block.add(sums, s, dp, scores_t(list.work[n].at, SCORE_ARGUMENTS), n);
-      }
+      block.multiply(s, dp, n);
+      if constexpr (kStages == 1) __syncthreads();  // all warps have read the tiles
+      if constexpr (kStages == 1) load(n + 1);
+      block.add(sums, s, dp, scores_t(list.work[n].at, SCORE_ARGUMENTS), n);
     }
   } while (!is_last);
 

@@ -165,16 +165,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const int first_row = row(), first_column = lane_index() % 4 * 2;
         const mask_bounds_t bounds = view.seen.at(0, j0);
         auto finish = [&](auto sees) {
-          for_columns<kCareful>(s, dp, [&](int n, int position) {
+#pragma unroll
+          for (int n = 0; n < kKeyTiles; ++n) {
             if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const int i = first_row + e / 2 * 8;
-              const int j = first_column + 8 * position + e % 2;
+              const int i = first_row + e / 2 * 8, j = first_column + 8 * n + e % 2;
               differentiate(s[0][n][e], dp[0][n][e], sees(i, j), scores,
                             index_t(i0 + i), index_t(j0 + j), lse[e / 2], delta[e / 2]);
             }
-          });
+          }
         };
         if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
           finish([](int, int) { return true; });

@@ -68,6 +68,7 @@ _SOFTMAX_SHAPES = {
     "many long columns": ((140, 70_000, 4), 1),
     "long rows": ((2, 100_000), -1),
     "longest rows": ((1, 1_100_000), -1),
+    "several longest rows": ((2, 1_100_000), -1),
     "a row that no card holds": ((1, 4_500_000), -1),
     "a row beyond the cache": ((1, 9_000_000), -1),
     "strided": ((64, 1000), -1),  # every second element
@@ -90,8 +91,8 @@ _ATTENTION_SHAPES = {
 _KINDS = {
     "softmax": (
         "short rows", "short whole rows", "columns", "long columns",
-        "many long columns", "long rows", "longest rows", "a row beyond the cache",
-        "strided", "two axes", "turned",
+        "many long columns", "long rows", "longest rows", "several longest rows",
+        "a row beyond the cache", "strided", "two axes", "turned",
     ),
     "log_softmax": ("short rows", "short whole rows"),
     "logsumexp": ("shortest rows", "columns", "many columns", "long rows", "strided"),

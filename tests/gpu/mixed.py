@@ -126,6 +126,7 @@ _BUILDERS = {
     "softmax of long columns": _softmax("softmax", (3, 40_001, 32), axis=1),
     "softmax of long rows": _softmax("softmax", (2, 400_000)),
     "softmax of longer rows": _softmax("softmax", (2, 700_001)),
+    "softmax of longest rows": _softmax("softmax", (2, 1_100_001)),
     "log_softmax": _softmax("log_softmax", lambda seed: (30 + seed % 7, 1000)),
     "logsumexp": _softmax("logsumexp", lambda seed: (30 + seed % 7, 1000)),
     "logsumexp of columns": _softmax("logsumexp", (6, 64, 40), axis=1),

@@ -563,6 +563,9 @@ def test_every_row_of_the_table_is_reached(cupy):
             for n in (40_000, 70_000):
                 x = cupy.empty((140, n, 4), dtype_of(dtype))
                 reached.add(launch_of(function, x)[0])
+            # Two rows that a row of the table reads once.
+            x = cupy.empty((2, 1 << 20), dtype_of(dtype))
+            reached.add(launch_of(function, x)[0])
             # A row that is longer than the L2 cache.
             x = cupy.empty((1, 1 << 24), dtype_of(dtype))
             reached.add(launch_of(function, x)[0])

@@ -109,7 +109,7 @@ def test_row_mma_splits_keys_of_few_queries(heads, seqlen_q, seqlen_k, num_split
     assert MMA.split_kv(asked, HOPPER).num_splits == num_splits
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("empty", [{"batch": (0,)}, {"seqlen_q": 0}, {"seqlen_k": 0}])
 def test_rows_of_empty_calls_can_be_asked_for(dtype, empty):
     asked = problem(dtype, **{"seqlen_q": 40, "seqlen_k": 8192, **empty})

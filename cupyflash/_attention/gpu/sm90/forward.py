@@ -218,7 +218,7 @@ class HopperKernel(spec.ForwardSpec):
             or any(getattr(problem, name) is not None for name in of_heads)
         ):
             return 1
-        most = min(group, HOPPER_GROUP_ROWS // problem.seqlen_q)
+        most = min(group, HOPPER_GROUP_ROWS // max(1, problem.seqlen_q))
         return max((n for n in range(1, most + 1) if group % n == 0), default=1)
 
     def split_kv(self, problem, device) -> SplitKV:
@@ -230,7 +230,8 @@ class HopperKernel(spec.ForwardSpec):
         """Splits of the keys: to fill the device, or to keep sums exact enough."""
         if problem.head_dim_v % 4:  # splits are written and combined in vectors
             return 1
-        to_fill = device.num_sms // self._num_tiles(problem, self.tile(problem))
+        num_tiles = max(1, self._num_tiles(problem, self.tile(problem)))
+        to_fill = device.num_sms // num_tiles
         most = most_seen(problem) // _KEYS_OF_SPLIT
         exact = _exact_splits(problem)
         size = exact * _bytes_of_results(problem)

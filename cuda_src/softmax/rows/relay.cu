@@ -153,7 +153,7 @@ struct held_t {
   }
 };
 
-// --- what warps and blocks tell each other -------------------------------------------
+// --- what warps and blocks publish ---------------------------------------------------
 
 struct shared_t {
   unsigned long long full[kChunks], empty[kChunks];

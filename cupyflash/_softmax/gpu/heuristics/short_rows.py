@@ -32,6 +32,10 @@ _SPAN_BYTES = 128
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
 _LIST_BYTES = 2  # for a row that may be put on a list
+# A span of the shortest rows takes a block this many turns or more, which is long for a
+# few rows on an idle device. If all blocks of spans that are shorter by a factor run at
+# once, so many per multiprocessor, spans are that short.
+_MANY_TURNS, _FEWER, _FEW_BLOCKS = 16, 4, 16
 _BLOCK_RESERVES = 1024  # shared memory that the system reserves for each block
 
 
@@ -56,7 +60,7 @@ def span_rows(problem, device):
         return f"elements of rows of {length} lie in the same banks"  # slower at 191
     lane_bytes = -(-length // lanes) * max(4, widest)
     share = _span_share(lane_bytes, lanes, device)
-    return _span_config(problem, ("x", "out"), thread_map, share)
+    return _span_config(problem, device, ("x", "out"), thread_map, share)
 
 
 def span_pairs(problem, device):
@@ -73,7 +77,7 @@ def span_pairs(problem, device):
     thread_map = _pair_map(length, size, widest)
     lane_bytes = -(-length // thread_map[0]) * 2 * max(4, widest)
     share = _span_share(lane_bytes, thread_map[0], device)
-    return _span_config(problem, ("x", "dy", "out"), thread_map, share)
+    return _span_config(problem, device, ("x", "dy", "out"), thread_map, share)
 
 
 # Up to this many elements, by the size of one, a row is summed by a single thread.
@@ -105,7 +109,7 @@ def span_sums(problem, device):
         blocks = min(blocks, _BLOCKS_ELSEWHERE)
     more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
     share = _share_of_blocks(blocks, device)
-    return _span_config(problem, ("x",), thread_map, share, _LIST_BYTES, more)
+    return _span_config(problem, device, ("x",), thread_map, share, _LIST_BYTES, more)
 
 
 def _are_back_to_back(problem, names):
@@ -115,7 +119,7 @@ def _are_back_to_back(problem, names):
     return layout.is_rows and all(stride == (length,) for stride in strides)
 
 
-def _span_config(problem, names, thread_map, share, beside=0, more=None):
+def _span_config(problem, device, names, thread_map, share, beside=0, more=None):
     """The launch for spans of these arrays in `share` bytes of shared memory.
 
     A row takes a further `beside` bytes of shared memory; `more` are defines.
@@ -127,7 +131,11 @@ def _span_config(problem, names, thread_map, share, beside=0, more=None):
     sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
     row_bytes = lanes * in_registers * sizes + beside
     phases = 2 * len(names) * on_chip.VECTOR_BYTES
-    rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
+    turns = max(1, (share - phases) // (row_bytes * rows_at_once))
+    few = rows_at_once * turns // _FEWER
+    if turns >= _MANY_TURNS and problem.num_rows <= few * device.num_sms * _FEW_BLOCKS:
+        turns //= _FEWER
+    rows = rows_at_once * turns
     return (
         launch_config(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),

@@ -313,7 +313,7 @@ def attention(
         of_functions = score, score_arrays, mask_arrays
     if type(q) is np.ndarray:
         result = _cpu().attention(*arguments, *of_functions)
-    elif arrays.is_cupy(q):
+    elif type(q) in arrays.CUPY_CLASSES or arrays.is_cupy(q):
         result = _gpu().attention(arguments, of_functions)
     elif arrays.lives_on_gpu(q):
         arrays.import_cupy()
@@ -523,13 +523,14 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
         method, dlse, need_dbias, need_dsinks, deterministic,
     )  # fmt: skip
+    of_functions: tuple[Any, ...] = ()
     if functions.given(score, score_arrays, mask, mask_arrays) or need_dscore:
-        arguments += score, score_arrays, mask_arrays, need_dscore
+        of_functions = score, score_arrays, mask_arrays, need_dscore
     if type(q) is np.ndarray:
-        return _cpu_vjp().attention_vjp(*arguments)
-    if arrays.is_cupy(q):
-        return _gpu_vjp().attention_vjp(*arguments)
+        return _cpu_vjp().attention_vjp(*arguments, *of_functions)
+    if type(q) in arrays.CUPY_CLASSES or arrays.is_cupy(q):
+        return _gpu_vjp().attention_vjp(arguments, of_functions)
     if arrays.lives_on_gpu(q):
         arrays.import_cupy()
-        return _gpu_vjp().unplanned(*arguments)
-    return _cpu_vjp().attention_vjp(*arguments)
+        return _gpu_vjp().unplanned(arguments, of_functions)
+    return _cpu_vjp().attention_vjp(*arguments, *of_functions)

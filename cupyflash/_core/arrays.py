@@ -19,19 +19,19 @@ METHODS = ("auto", "naive", "safe", "online", "tiled")
 _DLPACK_CUDA = (2, 13)
 
 
-# Classes of CuPy arrays seen so far: each call on a GPU starts with this question.
-_CUPY_CLASSES: set[type] = set()
+# Classes of CuPy arrays seen so far: each call on a GPU first looks here.
+CUPY_CLASSES: set[type] = set()
 
 
 def is_cupy(x: Any) -> bool:
     """Whether `x` is a CuPy array; whoever has one has imported CuPy."""
     kind = type(x)
-    if kind in _CUPY_CLASSES:
+    if kind in CUPY_CLASSES:
         return True
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(x, cupy.ndarray):
         return False
-    _CUPY_CLASSES.add(kind)
+    CUPY_CLASSES.add(kind)
     return True
 
 

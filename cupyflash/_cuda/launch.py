@@ -4,8 +4,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
-from operator import itemgetter
-from types import MappingProxyType
 from typing import Any
 
 import cupy
@@ -21,12 +19,13 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 NULL = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, 0), 0)
 
 
-_current_stream = cupy.cuda.get_current_stream
+current_stream = cupy.cuda.get_current_stream
 
 # Launch functions of the driver. CuPy's own launch makes an object for each argument,
 # which takes as long as the launch.
 _driver = cupy.cuda.driver
 _launch_kernel = getattr(_driver, "launchKernel", None)
+DriverError = _driver.CUDADriverError
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 # CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE and
 # _INVALID_CLUSTER_SIZE
@@ -73,23 +72,31 @@ _OVERLAPS = _LaunchAttribute(6, 0, (ctypes.c_int * 16)(1))
 def _launch_kernel_ex():
     """cuLaunchKernelEx of the CUDA driver, which CuPy lacks."""
     launch = ctypes.CDLL(driver_library()).cuLaunchKernelEx
-    launch.argtypes = (
-        ctypes.POINTER(_DriverLaunchConfig),
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    )
+    launch.argtypes = (ctypes.c_void_p,) * 4
     return launch
 
 
-def _launch_overlapping(kernel, gx, gy, gz, bx, by, bz, smem, stream, arguments, extra):
+class _LaunchOverlapping:
     """Like launchKernel, for a kernel that itself waits for the previous one."""
-    config = _DriverLaunchConfig(
-        (gx, gy, gz), (bx, by, bz), smem, stream, ctypes.pointer(_OVERLAPS), 1
-    )
-    status = _launch_kernel_ex()(config, kernel, arguments, extra)
-    if status:
-        raise _driver.CUDADriverError(status)
+
+    def __init__(self, kernel, gx, gy, gz, bx, by, bz, smem):
+        self._kernel, self._launch = kernel, _launch_kernel_ex()
+        self._shape = (gx, gy, gz), (bx, by, bz), smem
+        # Driver structs that no thread is using.
+        self._configs: list[Any] = []
+
+    def __call__(self, stream, arguments, extra):
+        try:
+            config, address = found = self._configs.pop()
+        except IndexError:
+            config = _DriverLaunchConfig(*self._shape, 0, ctypes.pointer(_OVERLAPS), 1)
+            address = ctypes.addressof(config)
+            found = config, address
+        config.stream = stream
+        status = self._launch(address, self._kernel, arguments, extra)
+        if status:
+            raise DriverError(status)
+        self._configs.append(found)
 
 
 class Launch:
@@ -110,9 +117,9 @@ class Launch:
         self.block = config.block
         self.device_id = device_id
         self._kernel = None
-        self._enqueue = None
-        # Argument lists that no thread is using.
-        self._lists: list[Any] = []
+        self._start: Any = None  # what launches, and its first arguments
+        # Memory for arguments that no thread is using.
+        self._free: list[Any] = []
 
     def __call__(self, *args):
         """Enqueue on the current stream of the current device; any types of CuPy's."""
@@ -133,58 +140,43 @@ class Launch:
         Integers are pointers or numbers, and bytes are structs passed by value. Their
         kinds and sizes are the same in each call.
         """
-        if self._enqueue is None and not self._prepare():
+        if self._start is None and not self._prepare():
             self(*[np.frombuffer(x, f"V{len(x)}") if isinstance(x, bytes) else x
                    for x in args])  # fmt: skip
             return
         try:
-            arguments = self._lists.pop()
+            memory = self._free.pop()
         except IndexError:
-            arguments = _argument_list(args)
-        write, address = arguments
-        write(*args)
-        self._enqueue_at(address)
-        self._lists.append(arguments)
-
-    def picking(self, places, fixed):
-        """`enqueue` with the arguments at these places among the values of a call.
-
-        The value of a place in `fixed` is the one there, and written only once.
-        """
-        lists: list[Any] = []
-        pick = _picker([place for place in places if place not in fixed])
-        written = {n: fixed[place] for n, place in enumerate(places) if place in fixed}
-
-        def enqueue(values):
-            try:
-                write, address = arguments = lists.pop()
-            except IndexError:
-                if self._enqueue is None:  # the first call
-                    self.enqueue(*[fixed[n] if n in fixed else values[n]
-                                   for n in places])  # fmt: skip
-                    return
-                write, address = arguments = _argument_list(pick(values), written)
-            write(*pick(values))
-            try:
-                self._enqueue(_current_stream(self.device_id).ptr, address, 0)
-            except _driver.CUDADriverError:
-                self._enqueue_at(address)
-            lists.append(arguments)
-
-        return enqueue
-
-    def _enqueue_at(self, address):
-        """Launch with the arguments whose addresses start at `address`."""
+            memory = argument_memory(args, len(args), [range(len(args))])
+        write, buffer, first, address = memory
+        write(buffer, first, *args)
+        stream = current_stream(self.device_id).ptr
         try:
-            self._enqueue(_current_stream(self.device_id).ptr, address, 0)
-        except _driver.CUDADriverError as error:
-            if error.status in _DOES_NOT_FIT:
-                raise DoesNotFitError(f"{self.variant.source}: {error}") from None
-            if error.status != _INVALID_CONTEXT:
-                raise
-            # This thread uses the device for the first time.
-            cupy.cuda.runtime.setDevice(self.device_id)
-            self._enqueue(_current_stream(self.device_id).ptr, address, 0)
+            start, *first = self._start
+            start(*first, stream, address, 0)
+        except DriverError as error:
+            self.start_again(error, stream, address)
+        self._free.append(memory)
+
+    def starter(self) -> tuple[Any, ...] | None:
+        """The driver's launch: a function and its arguments before the last three.
+
+        These are the stream, the address of a list of addresses of arguments, and 0.
+        Errors go to `start_again`. None before the first `enqueue`, and if this CuPy
+        has no such function.
+        """
+        return self._start
+
+    def start_again(self, error, stream, address):
+        """Launch after an error that may have its reason in the thread, or raise it."""
+        if error.status in _DOES_NOT_FIT:
+            raise DoesNotFitError(f"{self.variant.source}: {error}") from None
+        if error.status != _INVALID_CONTEXT:
+            raise error
+        # This thread uses the device for the first time.
+        cupy.cuda.runtime.setDevice(self.device_id)
+        start, *first = self._start
+        start(*first, stream, address, 0)
 
     def _load(self):
         compiler.get_kernels(self.of_call, self.device_id)
@@ -195,18 +187,13 @@ class Launch:
         """Prepare the driver's launch function; False if this CuPy lacks it."""
         if _launch_kernel is None:
             return False
-        launch = _launch_kernel
-        if self.variant.cooperative:
-            launch = _launch_cooperative
-        elif self.overlaps:
-            launch = _launch_overlapping
-        self._enqueue = functools.partial(
-            launch,
-            self._load().ptr,
-            *(*self.grid, 1, 1)[:3],
-            *(*self.block, 1, 1)[:3],
-            self.variant.smem,
-        )
+        shape = (*self.grid, 1, 1)[:3] + (*self.block, 1, 1)[:3]
+        arguments = self._load().ptr, *shape, self.variant.smem
+        if self.overlaps and not self.variant.cooperative:
+            self._start = (_LaunchOverlapping(*arguments),)
+        else:
+            launch = _launch_cooperative if self.variant.cooperative else _launch_kernel
+            self._start = launch, *arguments
         return True
 
 
@@ -223,40 +210,31 @@ def describe(launch: Launch) -> dict[str, Any]:
     }
 
 
-def _picker(places):
-    """The function that takes these of the values of a call."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda values: [values[place] for place in places]
+def argument_memory(values, num_varying, launches):
+    """Memory for the arguments of launches that follow each other, as the driver reads.
 
-
-def _argument_list(varying, fixed=MappingProxyType({})):
-    """Memory for arguments, after the address of each, in the driver's format.
-
-    Returns what writes arguments like `varying`, and where the addresses start; those
-    of `fixed`, by position, are written. For one launch at a time, since other threads
-    run while the driver reads it.
+    `launches` has the position of each argument of a launch among `values`, which are
+    like those of all calls. The first `num_varying` change from call to call, the
+    others are written here. Returns (what writes those that change, the memory, where
+    in it they start, and for each launch the address of its list of addresses). For one
+    call at a time, since other threads run while the driver reads.
     """
-    # In memory the fixed ones come last; the driver finds them by address.
-    args = (*varying, *fixed.values())
-    order = [n for n in range(len(args)) if n not in fixed] + list(fixed)
-    words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
-    formats = [f"{8 * n}s" if isinstance(x, bytes) else "q"
-               for x, n in zip(args, words, strict=True)]  # fmt: skip
-    count, num_varying = len(args), len(varying)
+    words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in values]
+    formats = [f"{8 * n}s" if isinstance(x, bytes) else "n"
+               for x, n in zip(values, words, strict=True)]  # fmt: skip
+    addresses = [place for places in launches for place in places]
     # Python finds the memory of a bytearray faster than that of an array.
-    memory = bytearray(8 * (count + sum(words)))
+    memory = bytearray(8 * (len(addresses) + sum(words)))
     table = np.frombuffer(memory, np.int64)
-    address = table.ctypes.data
-    starts = count + np.cumsum([0, *words])
-    table[order] = address + 8 * starts[:-1]
-
-    def writer(formats, at):  # which holds the memory
-        form = struct.Struct("".join(formats))
-        return functools.partial(form.pack_into, memory, 8 * int(at))
-
-    writer(formats[num_varying:], starts[num_varying])(*fixed.values())
-    return writer(formats[:num_varying], count), address
+    starts = 8 * (len(addresses) + np.cumsum([0, *words]))
+    table[: len(addresses)] = table.ctypes.data + starts[addresses]
+    lists = table.ctypes.data + 8 * np.cumsum([0, *map(len, launches)])[:-1]
+    struct.pack_into(
+        "".join(formats[num_varying:]), memory, starts[num_varying],
+        *values[num_varying:],
+    )  # fmt: skip
+    write = struct.Struct("".join(formats[:num_varying])).pack_into
+    return write, memory, 8 * len(addresses), *lists.tolist()
 
 
 def empty(shape, dtype: str):

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from cupyflash._core import strides
-from cupyflash._cuda import graphs, runtime
+from cupyflash._cuda import graphs, launch, runtime
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.launch import NULL, Launch
 
@@ -33,9 +33,23 @@ class Result(NamedTuple):
         return num_bytes(self.shape, self.dtype)
 
     def maker(self) -> Callable[[], Any]:
-        """The function that makes it, as fast as possible."""
-        new = _new(self.shape, self.dtype)
+        """The function that makes it."""
+        new = functools.partial(cupy.ndarray, self.shape, self.dtype)
         return new if self.axes is None else lambda: new().transpose(self.axes)
+
+    def making(self, name: str, n: int, known: dict[str, Any]) -> list[str]:
+        """Lines that make it, in half the time; what they refer to goes to `known`."""
+        if self.axes is not None or (found := _constructor()) is None:
+            known[f"new{n}"] = self.maker()
+            return [f"{name} = new{n}()"]
+        known["allocate"], known["initialize"] = found
+        # CuPy finds a dtype faster by its letter, except those of ml_dtypes.
+        letter = self.dtype.char if self.dtype.isbuiltin == 1 else self.dtype
+        known |= {"ndarray": cupy.ndarray, f"shape{n}": self.shape, f"dtype{n}": letter}
+        return [
+            f"{name} = allocate(ndarray)",
+            f"initialize({name}, shape{n}, dtype{n}, None, None, None)",
+        ]
 
 
 @functools.cache
@@ -56,39 +70,26 @@ def _constructor():
         return None
 
 
-def _new(shape, dtype):
-    """Makes an array in half the time of `cupy.ndarray(shape, dtype)`."""
-    array = cupy.ndarray
-    if (found := _constructor()) is None:
-        return functools.partial(array, shape, dtype)
-    allocate, initialize = found
-    # CuPy finds a dtype faster by its letter, except those of ml_dtypes.
-    letter = dtype.char if dtype.isbuiltin == 1 else dtype
-
-    def new():
-        x = allocate(array)
-        initialize(x, shape, letter, None, None, None)
-        return x
-
-    return new
-
-
 class Argument(Protocol):
     """Determined at each call, from the arguments before it."""
 
-    def bind(self, place: Callable[[str], int], device_id: int) -> Callable[..., Any]:
-        """A function of the values of a call; `place` gives their order."""
+    @property
+    def reads(self) -> Sequence[str]:
+        """The names of these arguments."""
+
+    def bind(self, device_id: int) -> Callable[..., Any]:
+        """A function of their values."""
 
 
 class Counter(NamedTuple):
     """A row of zeros for the kernels of the current stream to count in."""
 
     numbers: int = 2  # of 4 bytes
+    reads: tuple[str, ...] = ()
 
-    def bind(self, place, device_id):
+    def bind(self, device_id):
         """See Argument."""
-        counters = graphs.counters(device_id, self.numbers)
-        return lambda values: counters.of_current_stream()
+        return graphs.counters(device_id, self.numbers).of_current_stream
 
 
 class PointersAndBytes(NamedTuple):
@@ -97,16 +98,15 @@ class PointersAndBytes(NamedTuple):
     names: tuple[str, ...]  # "" is a null pointer
     rest: bytes
 
-    def bind(self, place, device_id):
+    @property
+    def reads(self) -> tuple[str, ...]:
         """See Argument."""
-        pack = struct.Struct(f"{len(self.names)}Q").pack
-        places = [place(name) if name else None for name in self.names]
+        return tuple(filter(None, self.names))
 
-        def packed(values):
-            pointers = [0 if n is None else values[n] for n in places]
-            return pack(*pointers) + self.rest
-
-        return packed
+    def bind(self, device_id):
+        """See Argument."""
+        pack = struct.Struct("".join("Q" if name else "8x" for name in self.names)).pack
+        return lambda *pointers: pack(*pointers) + self.rest
 
 
 class At(NamedTuple):
@@ -199,50 +199,33 @@ class LaunchSequence:
         names = [*inputs, *results, *steps.scratch]
         places: dict[Any, int] = {name: n for n, name in enumerate(names)}
         assert len(places) == len(names), "a name stands for two arrays"
-        # Values after those of the inputs and the first result.
-        self._template: list[Any] = [0] * (len(names) - len(inputs) - 1)
-        self._found: list[tuple[int, Callable[..., Any]]] = []
-
         starts, self.scratch_bytes = sections(*steps.scratch.values())
         start_of = dict(zip(steps.scratch, starts, strict=True))
-        self._sections = [(places[name], start) for name, start in start_of.items()]
+        # By place: offsets in the memory between kernels, functions and what they read,
+        # and values that are the same in each call.
+        self._sections = {places[name]: start for name, start in start_of.items()}
+        self._found: dict[int, tuple[Callable[..., Any], list[int]]] = {}
+        self._fixed = {n: 0 for n, x in enumerate(arrays) if x is None}
+        self._fixed |= {places[name]: 0 for name, x in results.items() if x is None}
 
         def place(x):
             if x not in places:
                 if isinstance(x, str):
                     raise KeyError(f"{x!r} is not one of {', '.join(names)}")
-                places[x] = len(inputs) + 1 + len(self._template)
-                self._template.append(x)
+                reads = [place(name) for name in getattr(x, "reads", ())]
+                n = places[x] = len(places)
                 if isinstance(x, At):
-                    self._sections.append((places[x], start_of[x.name] + x.offset))
+                    self._sections[n] = start_of[x.name] + x.offset
                 elif hasattr(x, "bind"):
-                    self._found.append((places[x], x.bind(place, device_id)))
+                    self._found[n] = x.bind(device_id), reads
+                else:
+                    self._fixed[n] = x
             return places[x]
 
-        arguments = [[place(x) for x in names] for _, names in steps.launches]
-        makers: list[Any] = [None if x is None else x.maker() for x in results.values()]
-        self._new_out, *others = makers
-        self._absent: list[Any] = [None] * len(others)
-        # (which result, its position, what makes it)
-        self._others = [(n, len(inputs) + n, new)
-                        for n, new in enumerate(others, 1) if new]  # fmt: skip
-        self._fills = [
-            (n, 0 if name in steps.zeros else x.fill)
-            for n, (name, x) in enumerate(results.items())
-            if x is not None and (name in steps.zeros or x.fill is not None)
-        ]
-        fixed = {n: 0 for n, x in enumerate(arrays) if x is None}
-        of_call = {n for n, _ in (*self._sections, *self._found)}
-        of_call |= {n for _, n, _ in self._others}
-        fixed |= {n: x for n, x in enumerate(self._template, len(inputs) + 1)
-                  if n not in of_call}  # fmt: skip
-        self._calls = [
-            launch.picking(places, fixed)
-            for launch, places in zip(self.launches, arguments, strict=True)
-        ]
-        makes_more = self._others or steps.scratch or self._fills
-        if len(self._calls) == 1 and not makes_more:
-            self.run = self._one_launch(*self._calls)  # type: ignore[method-assign]
+        self._arguments = [[place(x) for x in names] for _, names in steps.launches]
+        if not self.scratch_bytes:
+            self._fixed |= dict.fromkeys(self._sections, 0)
+        self._num_inputs = len(inputs)
         self._too_near = _too_near(arrays, out, in_place)
         # Arrays with pointers this far apart cannot overlap.
         self.reach = max(
@@ -257,65 +240,129 @@ class LaunchSequence:
                 return True
         return False
 
-    def __call__(self, pointers: Sequence[Any], out: Any = None) -> list[Any]:
-        """The same as `run`, which Python finds faster."""
-        return self.run(pointers, out)
+    def __call__(self, pointers: Sequence[Any], out: Any = None) -> tuple[Any, ...]:
+        """The results, by launches on the current stream."""
+        return self.run(out, *pointers)
 
-    def run(self, pointers: Sequence[Any], out: Any = None) -> list[Any]:
-        """Launch on the current stream; `pointers` in the order of `inputs`."""
-        if runtime.current_device() != self.device_id:
-            with cupy.cuda.Device(self.device_id):
-                return self.run(pointers, out)
-        if out is None:
-            out = self._new_out()
-        results = [out, *self._absent]
-        values = [*pointers, out.data.ptr, *self._template]
-        # Memory between kernels is freed after the launches: earlier, another thread on
-        # the same stream could get it.
-        scratch = self._make_more(values, results)
-        for place, find in self._found:
-            values[place] = find(values)
-        for enqueue in self._calls:
-            enqueue(values)
-        del scratch
-        return results
+    def run(self, out: Any, *pointers: Any) -> tuple[Any, ...]:
+        """The same, which Python finds faster; `pointers` in the order of `inputs`."""
+        # The first call compiles. The others are a function made for them.
+        run = self._function()
+        found = run(out, *pointers)
+        starters = [launch.starter() for launch in self.launches]
+        if None not in starters:
+            run = self._function(starters)
+        self.run = run  # type: ignore[method-assign]
+        return found
 
-    def _one_launch(self, enqueue):
-        """`run` of one launch that makes no array but its result: most calls."""
-        device_id, found, absent = self.device_id, self._found, self._absent
-        new_out, template = self._new_out, self._template
+    def _function(self, starters=None):
+        """A call as a function whose text has a line for each thing to do, and no loop.
 
-        def run(pointers, out=None):
-            if runtime.current_device() != device_id:
-                with cupy.cuda.Device(device_id):
-                    return run(pointers, out)
-            if out is None:
-                out = new_out()
-            values = [*pointers, out.data.ptr, *template]
-            for place, find in found:
-                values[place] = find(values)
-            enqueue(values)
-            return [out, *absent]
-
-        return run
-
-    def _make_more(self, values, results):
-        """Add the other results and the memory between kernels."""
-        memory = None
-        for n, place, new in self._others:
-            x = results[n] = new()
-            values[place] = x.data.ptr
+        With `starters` it writes all arguments at once and calls these; else it calls
+        `Launch.enqueue`.
+        """
+        # An absent array is null, whatever the call says.
+        inputs = _listed(range(self._num_inputs), self._fixed)
+        known: dict[str, Any] = {
+            "device_id": self.device_id,
+            "Device": cupy.cuda.Device,
+            "current_device": runtime.current_device,
+        }
+        lines = [
+            "if current_device() != device_id:",
+            "    with Device(device_id):",
+            f"        return run(out, {inputs})",
+        ]
+        results = []
+        for n, (name, result) in enumerate(self.results.items()):
+            results.append("None" if result is None else f"r{n}" if n else "out")
+            if result is None:
+                continue
+            making = result.making(results[n], n, known)
+            if n == 0:  # which the caller may give
+                making = ["if out is None:", *(f"    {line}" for line in making)]
+            lines += making
+            lines.append(f"v{self._num_inputs + n} = {results[n]}.data.ptr")
+            value = 0 if name in self.steps.zeros else result.fill
+            if value is not None:
+                known |= {"fill": fill, f"fill{n}": value}
+                lines.append(f"fill({results[n]}, fill{n})")
         if self.scratch_bytes:
-            memory = cupy.cuda.alloc(self.scratch_bytes)
-            graphs.keep_if_capturing(memory)
-            first = memory.ptr
-            for place, start in self._sections:
-                values[place] = first + start
+            # Freed after the launches: earlier, another thread on the same stream could
+            # get it.
+            known |= {"alloc": cupy.cuda.alloc, "keep": graphs.keep_if_capturing}
+            known |= {"size": self.scratch_bytes, "cleared": self.steps.cleared}
+            lines += ["scratch = alloc(size)", "keep(scratch)", "start = scratch.ptr"]
+            for n, offset in self._sections.items():
+                known[f"offset{n}"] = offset
+                lines.append(f"v{n} = start + offset{n}")
             if self.steps.cleared:
-                memory.memset_async(0, self.steps.cleared)
-        for n, value in self._fills:
-            fill(results[n], value)
-        return memory
+                lines.append("scratch.memset_async(0, cleared)")
+        for n, (find, reads) in self._found.items():
+            known[f"find{n}"] = find
+            lines.append(f"v{n} = find{n}({_listed(reads)})")
+        if starters:
+            lines += self._starting(starters, known)
+        else:
+            known |= {f"v{n}": x for n, x in self._fixed.items()}
+            for n, places in enumerate(self._arguments):
+                known[f"enqueue{n}"] = self.launches[n].enqueue
+                lines.append(f"enqueue{n}({_listed(places)})")
+        lines.append(f"return {', '.join(results)},")
+        exec(_compiled("\n    ".join((f"def run(out, {inputs}):", *lines))), known)
+        return known["run"]
+
+    def _starting(self, starters, known):
+        """The lines that write the arguments and start the launches."""
+        used = {n for places in self._arguments for n in places}
+        varying = sorted(used - self._fixed.keys())
+        constant = sorted(used & self._fixed.keys())
+        position = {n: at for at, n in enumerate((*varying, *constant))}
+        launches = [[position[n] for n in places] for places in self._arguments]
+        constants = [self._fixed[n] for n in constant]
+        free: list[Any] = []  # that no thread is using
+        known |= {
+            "current_stream": launch.current_stream,
+            "DriverError": launch.DriverError,
+            "pop": free.pop,
+            "append": free.append,
+            "new_memory": lambda *values: launch.argument_memory(
+                (*values, *constants), len(values), launches
+            ),
+        }
+        values = _listed(varying)
+        addresses = ", ".join(f"a{n}" for n in range(len(launches)))
+        lines = [
+            "try:",
+            "    memory = pop()",
+            "except IndexError:",
+            f"    memory = new_memory({values})",
+            f"write, buffer, first, {addresses} = memory",
+            f"write(buffer, first, {values})",
+            "stream = current_stream(device_id).ptr",
+        ]
+        for n, start in enumerate(starters):
+            names = [f"start{n}_{at}" for at in range(len(start))]
+            known |= dict(zip(names, start, strict=True))
+            known[f"again{n}"] = self.launches[n].start_again
+            lines += [
+                "try:",
+                f"    {names[0]}({', '.join((*names[1:], 'stream'))}, a{n}, 0)",
+                "except DriverError as error:",
+                f"    again{n}(error, stream, a{n})",
+            ]
+        return [*lines, "append(memory)"]
+
+
+# Texts differ by how many arrays and launches there are, not by their sizes.
+_compiled = functools.lru_cache(maxsize=1024)(
+    functools.partial(compile, filename="<a call of cupyflash>", mode="exec")
+)
+
+
+def _listed(places, unused=()):
+    """The values of these places, as arguments or parameters."""
+    return ", ".join(f"unused{n}" if n in unused else f"v{n}" for n in places)
 
 
 def _too_near(arrays, out, in_place):

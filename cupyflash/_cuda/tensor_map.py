@@ -7,7 +7,6 @@ instruction loads. CuPy has no function for it, so the driver's own is used.
 import ctypes
 import functools
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -147,16 +146,15 @@ class MappedInputs:
         self._encoders, self._pack = encoders, pack
         self._found: dict[tuple[int, ...], Any] = {}
 
-    def bind(self, place, device_id):
-        """An argument of a LaunchSequence, which names the arrays."""
-        pick = itemgetter(*[place(name) for name in self._encoders])
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See Argument of a LaunchSequence."""
+        return tuple(self._encoders)
+
+    def bind(self, device_id):
+        """See Argument of a LaunchSequence."""
         get, make = self._found.get, self.make
-
-        def find(values):
-            pointers = pick(values)
-            return get(pointers) or make(pointers)
-
-        return find
+        return lambda *pointers: get(pointers) or make(pointers)
 
     def make(self, pointers: tuple[int, ...]) -> Any:
         """The result of `pack` for {name_map: map} and the pointers, cached."""

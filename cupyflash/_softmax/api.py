@@ -158,7 +158,7 @@ def softmax(
     """
     if unknown:
         foreign_names.refuse("softmax", unknown)
-    if arrays.is_cupy(x):
+    if type(x) in arrays.CUPY_CLASSES or arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
     check = _check_softmax
     return _run_family(check, x, axis, where, scale, dtype, out, method)
@@ -212,7 +212,7 @@ def log_softmax(
     """
     if unknown:
         foreign_names.refuse("log_softmax", unknown)
-    if arrays.is_cupy(x):
+    if type(x) in arrays.CUPY_CLASSES or arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
     check = _check_log_softmax
     return _run_family(check, x, axis, where, scale, dtype, out, method)
@@ -314,7 +314,7 @@ def logsumexp(
     """
     if unknown:
         foreign_names.refuse("logsumexp", unknown)
-    if arrays.is_cupy(a):
+    if type(a) in arrays.CUPY_CLASSES or arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
     check = softmax_problem.logsumexp
     if (
@@ -435,7 +435,7 @@ def log_softmax_vjp(
 
 
 def _vjp(function, y, dy, axis, scale, out):
-    if arrays.is_cupy(y):
+    if type(y) in arrays.CUPY_CLASSES or arrays.is_cupy(y):
         return _gpu().vjp(function, y, dy, axis, scale, out)
     check = functools.partial(softmax_problem.vjp, function)
     return _run(check, out, y, dy, axis, scale, out)

@@ -1,6 +1,7 @@
 """Sequences of launches: where each argument comes from. Launches are noted only."""
 
 import contextlib
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,7 @@ def events(monkeypatch):
         launch_sequence, "fill", lambda x, value: noted.append(("fill", value))
     )
     monkeypatch.setattr(Result, "maker", lambda self: lambda: array(777))
+    monkeypatch.setattr(launch_sequence, "_constructor", lambda: None)
     return noted
 
 
@@ -80,7 +82,7 @@ def test_arguments_come_from_the_call_the_results_and_the_steps(events):
     assert (out.data.ptr, lse) == (777, None)
     assert events == [("one", 20, 10, 777, 5, b"params", 0)]
     given = array(30)
-    assert plan([10, 20], given) == [given, None]
+    assert plan([10, 20], given) == (given, None)
     assert events[-1] == ("one", 20, 10, 30, 5, b"params", 0)
 
 
@@ -181,53 +183,137 @@ def test_an_absent_array_is_a_null_pointer_in_all_calls(events):
     assert events == [("one", 1, 0, 777)]
 
 
-def test_what_is_the_same_in_each_call_is_written_once(monkeypatch):
-    """Each thread launches with memory of its own, in which only the first change."""
-    import ctypes
-
-    from cupyflash._cuda import launch
-
+@pytest.fixture
+def started(monkeypatch, events):
+    """What launches find in memory: (entry, stream, where, arguments)."""
     seen = []
 
-    def go(stream, address, extra):
-        at = (ctypes.c_int64 * 4).from_address(address)
-        numbers = [ctypes.c_int64.from_address(at[n]).value for n in (0, 2, 3)]
-        seen.append((address, *numbers, ctypes.string_at(at[1], 5)))
+    words = {}  # of each argument that is bytes, by entry
 
-    stream = SimpleNamespace(ptr=0)
-    monkeypatch.setattr(launch, "_current_stream", lambda device_id: stream)
-    one = launch.Launch(config("one"), 0)
-    # Neither in the order of the values, nor all of them, nor the fixed ones last.
-    picking = one.picking((3, 5, 0, 2), {5: b"fixed", 2: 7})
+    class Launch(launch_sequence.Launch):
+        """Compiled by its first call."""
 
-    def enqueue(first, second):
-        picking([second, None, None, first, None, None])
+        def enqueue(self, *args):
+            words[self.variant.entry] = [
+                len(x) // 8 if isinstance(x, bytes) else 0 for x in args
+            ]
+            self._start = self.go, self.variant.entry
+            events.append((self.variant.entry, *args))
 
-    noted = []
+        def go(self, entry, stream, address, extra):
+            at = (ctypes.c_int64 * len(words[entry])).from_address(address)
+            number = ctypes.c_int64.from_address
+            args = [ctypes.string_at(x, 8 * n) if n else number(x).value
+                    for x, n in zip(at, words[entry], strict=True)]  # fmt: skip
+            seen.append((entry, stream, address, args))
+
+    stream = SimpleNamespace(ptr=5)
+    monkeypatch.setattr(launch_sequence, "Launch", Launch)
     monkeypatch.setattr(
-        launch.Launch, "enqueue", lambda self, *args: noted.append(args)
+        launch_sequence.launch, "current_stream", lambda device_id: stream
     )
-    enqueue(1, -2)  # not compiled yet
-    assert noted == [(1, b"fixed", -2, 7)]
-    assert not seen
-    one._enqueue = go
-    enqueue(1, -2)
-    enqueue(3, 1 << 40)
-    addresses = {address for address, *_ in seen}
-    assert [told for _, *told in seen] == [
-        [1, -2, 7, b"fixed"],
-        [3, 1 << 40, 7, b"fixed"],
-    ]
-    assert len(addresses) == 1
-    # A launch within a launch, as of another thread, has other memory.
-    one._enqueue = lambda *args: (
-        go(*args),
-        setattr(one, "_enqueue", go),
-        enqueue(5, 6),
+    return seen
+
+
+def two_launches():
+    """A plan of launches that share arguments, some the same in each call."""
+    packed = PointersAndBytes(("y", "", "scratch"), b"rest....")
+    steps = Steps(
+        [
+            (config("one"), ("y", 7, "x", b"8 bytes.", "out")),
+            (config("two"), (packed, "lse", "x", 7, "scratch", "bias")),
+        ],
+        {"scratch": 8},
     )
-    enqueue(8, 9)
-    assert [told for _, *told in seen[2:]] == [[8, 9, 7, b"fixed"], [5, 6, 7, b"fixed"]]
-    assert seen[2][0] != seen[3][0]
+    results = {"out": Result((2,), F4), "lse": None}
+    arrays = (array(1), array(2), None)
+    return LaunchSequence(0, ("x", "y", "bias"), results, steps, arrays)
+
+
+def test_launches_find_their_arguments(events, started):
+    plan = two_launches()
+    for x, y in ((10, 20), (-30, 1 << 60), (50, 60)):
+        out, lse = plan((x, y, 99))
+        assert (out.data.ptr, lse) == (777, None)
+        packed = np.array([y, 0, START], "i8").tobytes() + b"rest...."
+        expected = [
+            ["one", y, 7, x, b"8 bytes.", 777],
+            ["two", packed, 0, x, 7, START, 0],
+        ]
+        if x == 10:  # which compiles
+            found = [list(x) for x in events if x[0] in ("one", "two")]
+            assert not started
+        else:
+            found = [[entry, *args] for entry, _, _, args in started[-2:]]
+        assert found == expected
+    assert {stream for _, stream, _, _ in started} == {5}
+    # Calls one after another use the same memory.
+    assert len({address for _, _, address, _ in started}) == 2
+
+
+def test_calls_at_the_same_time_have_memory_of_their_own(started):
+    plan = two_launches()
+    plan((1, 2, 0))
+    one = plan.launches[0]
+    others = [(3, 4, 0)]
+
+    def interrupted(*args):
+        """Another thread runs while the driver is called without Python's lock."""
+        if others:
+            plan(others.pop())
+        one.go(*args)
+
+    one._start = interrupted, "one"
+    plan.run = plan._function([launch.starter() for launch in plan.launches])
+    plan((5, 6, 0))
+    of_one = [(address, args[0]) for entry, _, address, args in started
+              if entry == "one"]  # fmt: skip
+    (inner, y), (outer, own_y) = of_one
+    assert (y, own_y) == (4, 6)
+    assert inner != outer
+
+
+def test_errors_of_a_launch(events, started, monkeypatch):
+    """A thread's first use of a device is repaired; what does not fit is said."""
+    from cupyflash._cuda import launch
+
+    class DriverError(RuntimeError):
+        def __init__(self, status):
+            self.status = status
+
+    monkeypatch.setattr(launch, "DriverError", DriverError)
+    used = []
+    monkeypatch.setattr(launch.cupy.cuda.runtime, "setDevice", used.append)
+    plan = two_launches()
+    plan((1, 2, 0))
+    for status, kind in (
+        (201, None),
+        (701, launch.DoesNotFitError),
+        (720, launch.DoesNotFitError),
+        (912, launch.DoesNotFitError),
+        (700, DriverError),
+    ):
+        failed = []
+
+        def fail_once(*args, status=status, failed=failed):
+            if not failed:
+                failed.append(args)
+                raise DriverError(status)
+            plan.launches[1].go(*args)
+
+        plan.launches[1]._start = fail_once, "two"
+        plan.run = plan._function([launch.starter() for launch in plan.launches])
+        started.clear()
+        if kind is None:
+            plan((3, 4, 0))
+            assert [entry for entry, *_ in started] == ["one", "two"]
+        else:
+            with pytest.raises(kind):
+                plan((3, 4, 0))
+            assert [entry for entry, *_ in started] == ["one"]
+        plan((5, 6, 0))  # the next call has memory, too
+        assert started[-1][3][2] == 5
+    assert used == [0]
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "c8", "bfloat16"])
@@ -245,7 +331,10 @@ def test_new_arrays_are_those_of_cupy(monkeypatch, dtype):
     assert launch_sequence._constructor() is not None
     with cupy.cuda.using_allocator(alloc):
         for shape in ((3, 5), (), (4,), (2, 0, 3), (1, 2, 3, 4, 5)):
-            found = launch_sequence._new(shape, np.dtype(dtype))()
+            known = {}
+            lines = Result(shape, np.dtype(dtype)).making("x", 3, known)
+            exec("\n".join(lines), known)
+            found = known["x"]
             expected = cupy.ndarray(shape, np.dtype(dtype))
             assert type(found) is cupy.ndarray
             for name in ("shape", "strides", "dtype", "size", "base"):
@@ -258,7 +347,9 @@ def test_new_arrays_are_those_of_cupy(monkeypatch, dtype):
 
 def test_without_the_parts_of_the_constructor(monkeypatch):
     monkeypatch.setattr(launch_sequence, "_constructor", lambda: None)
-    assert launch_sequence._new((3,), F4).func is cupy.ndarray
+    known = {}
+    assert Result((3,), F4).making("x", 0, known) == ["x = new0()"]
+    assert known["new0"].func is cupy.ndarray
 
 
 def test_keys_look_at_what_cupy_has():

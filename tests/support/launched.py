@@ -32,18 +32,21 @@ class Watch:
             return noted
 
         def noting_later(method):
-            def noted(self, *args):
-                enqueue = method(self, *args)
+            def noted(self):
+                found = method(self)
+                if found is None:
+                    return None
+                start, *first = found
 
-                def noted_enqueue(*args):
+                def noted_start(*args):
                     note(self)
-                    return enqueue(*args)
+                    return start(*args)
 
-                return noted_enqueue
+                return noted_start, *first
 
             return noted
 
         for name in ("__call__", "enqueue"):
             setattr(launch, name, noting(getattr(launch, name)))
-        launch.picking = noting_later(launch.picking)
+        launch.starter = noting_later(launch.starter)
         return launch

@@ -12,11 +12,16 @@ from cupyflash._attention.gpu import diagonals, gradient_copies, gradient_layout
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import FUNCTIONS, OPTIONS, AttentionCall
+from cupyflash._attention.gpu.config import OPTIONS, AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
 from cupyflash._attention.gpu.gradient_plan import gradient_results
-from cupyflash._attention.gpu.plan import AttentionPlan, addresses, arrays_of
+from cupyflash._attention.gpu.plan import (
+    AttentionPlan,
+    addresses,
+    arrays_of,
+    facts_and_pointers,
+)
 from cupyflash._attention.gpu.simt.backward import VjpKernel
 from cupyflash._attention.gpu.simt.backward_dscore import results as dscore_results
 from cupyflash._attention.gpu.simt.backward_dscore import with_dscore
@@ -56,73 +61,69 @@ _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 # --- calls ---------------------------------------------------------------------------
 
 
-def attention_vjp(*arguments) -> AttentionGrads:
-    """attention_vjp() of CuPy arrays; a repeated call goes directly to its launches."""
+def attention_vjp(arguments, score_and_arrays=()) -> AttentionGrads:
+    """attention_vjp() of CuPy arrays; a repeated call goes directly to its launches.
+
+    `score_and_arrays` are the last four of `vjp_problem.attention_vjp`, if it has
+    functions.
+    """
     (
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
-        method, dlse, need_dbias, need_dsinks, deterministic, *score_and_arrays,
+        method, dlse, need_dbias, need_dsinks, deterministic,
     ) = arguments  # fmt: skip
     far = attention_params.FAR
     # Larger offsets change the window, too: leave them to the checks.
-    is_int = type(query_offset) is int and -far <= query_offset <= far
+    is_int = query_offset.__class__ is int and -far <= query_offset <= far
     offsets = None if is_int else query_offset
-    functions, told, need_dscore = None, b"", ()
-    if score_and_arrays:
-        score, score_arrays, mask_arrays, need_dscore = score_and_arrays
-        of_mask, mask = (mask, None) if callable(mask) else (None, mask)
-        try:
-            functions, told = _functions.of_call(
+    try:
+        # By their reprs, since 1 and True are not the same argument.
+        key: Any = (
+            scale, scale.__class__, causal, causal.__class__, softcap,
+            softcap.__class__, window if window is None else repr(window),
+            layout, precision, method, need_dbias, need_dbias.__class__, need_dsinks,
+            need_dsinks.__class__, deterministic, deterministic.__class__, is_int,
+        )  # fmt: skip
+        told = b""
+        if score_and_arrays:
+            score, score_arrays, mask_arrays, need_dscore = score_and_arrays
+            of_mask, mask = (mask, None) if callable(mask) else (None, mask)
+            of_functions, told = _functions.of_call(
                 q, score, score_arrays, of_mask, mask_arrays, softcap,
                 query_offset if is_int else None,
             )  # fmt: skip
+            key += of_functions
             if need_dscore:
-                functions = functions, [x.shape for x in score_arrays.values()]
-        except (AttributeError, TypeError, ValueError):
-            return _planned(None, *arguments)  # the checks raise the error
-    arrays = (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
-              key_lengths, None, None, dout, out, lse, dlse)  # fmt: skip
-    key = _key(arrays, (
-        is_int, scale, causal, window, softcap, layout, precision, method, need_dbias,
-        need_dsinks, deterministic, need_dscore, functions,
-    ))  # fmt: skip
-    plan = None if key is None else _plans.get(key)
+                shapes = (x.shape for x in score_arrays.values())
+                key += repr(need_dscore), *shapes
+        facts, pointers = facts_and_pointers(
+            (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
+             key_lengths, dout, out, lse, dlse)
+        )  # fmt: skip
+        key = key, *facts
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, ValueError):
+        # Not all are CuPy arrays, or an option has a wrong type: the checks raise the
+        # error.
+        key = plan = None
     if plan is None:
-        return _planned(key, *arguments)
-    pointers = addresses(arrays)
-    pointers[_OFFSET] = query_offset if is_int else plan.offset
-    pointers[_FUNCTIONS] = told
+        return _planned(key, (*arguments, *score_and_arrays))
+    offset = query_offset if is_int else plan.offset
     if plan.taken:
-        pointers[_FUNCTIONS] = b""
+        told = b""
         pointers[_OPTIONS] = _functions.with_taken(
             pointers[_OPTIONS], plan.taken, score_arrays, mask_arrays
         )
-    return _named(plan, plan.run(pointers))
+    pointers[_OFFSET:_OFFSET] = offset, told
+    return _named(plan, plan.run(None, *pointers))
 
 
 _OFFSET = AttentionCall._fields.index("offset")
-_FUNCTIONS = AttentionCall._fields.index(FUNCTIONS)
 _OPTIONS = slice(AttentionCall._fields.index(OPTIONS[0]), _OFFSET)
 
 
-def _key(arrays, options):
-    """The key of a plan; None if the arguments need the checks first."""
-    parts: list[Any] = []
-    for x in arrays:
-        if x is None:
-            parts.append(None)
-        elif type(x) is cupy.ndarray:
-            data = x.data
-            # The alignment decides whether TMA can read it.
-            parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
-        else:
-            return None
-    # By their reprs, since 1 and True are not the same argument.
-    return (*parts, *[(type(x), repr(x)) for x in options])
-
-
 @graphs.keeps_memory
-def _planned(key, *arguments) -> AttentionGrads:
+def _planned(key, arguments) -> AttentionGrads:
     """Check a call and run it; keep its plan under `key`."""
     problem, operands = vjp_problem.attention_vjp(*arguments)
     with cupy.cuda.Device(operands.forward.q.data.device_id):
@@ -156,9 +157,9 @@ def _named(plan, found):
     return AttentionGrads(*found[: -len(plan.dscore)], of_arrays)
 
 
-def unplanned(*arguments) -> AttentionGrads:
+def unplanned(arguments, score_and_arrays=()) -> AttentionGrads:
     """Check a call and run it."""
-    return _planned(None, *arguments)
+    return _planned(None, (*arguments, *score_and_arrays))
 
 
 def make_plan(problem, operands) -> AttentionPlan:

@@ -21,6 +21,7 @@ from cupyflash._attention.gpu.plan import (
     AttentionPlan,
     addresses,
     arrays_of,
+    facts_and_pointers,
     fused_steps,
     results_of,
 )
@@ -68,11 +69,11 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
         method,
     ) = arguments  # fmt: skip
     # Larger offsets change the window, too: leave them to the checks.
-    offset_is_int = type(query_offset) is int and -_FAR <= query_offset <= _FAR
+    offset_is_int = query_offset.__class__ is int and -_FAR <= query_offset <= _FAR
     offsets = None if offset_is_int else query_offset
     try:
         of_q, of_k, of_v = q.data, k.data, v.data
-        at = q_at, k_at, v_at = of_q.ptr, of_k.ptr, of_v.ptr
+        q_at, k_at, v_at = of_q.ptr, of_k.ptr, of_v.ptr
         key: Any = (
             q.shape, q._c_contiguous or q.strides, q.dtype, of_q.device_id,
             k.shape, k._c_contiguous or k.strides, k.dtype, of_k.device_id,
@@ -84,7 +85,6 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
-            out if out is None else _facts(out),
         )  # fmt: skip
         functions: tuple[Any, ...] = ()
         told = b""
@@ -96,15 +96,19 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
                 q, *functions, softcap, query_offset if offset_is_int else None
             )
             key += of_functions
-        options = _NO_OPTIONS
+        options: Any = _NO_OPTIONS
         if not (
             bias is mask is sinks is alibi_slopes is offsets
             is query_lengths is key_lengths is None
         ):  # fmt: skip
-            key, options = _with_options(
-                key, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
-                key_lengths,
-            )  # fmt: skip
+            facts, options = facts_and_pointers(
+                (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)
+            )
+            key = key, *facts
+        if out is not None:
+            of_out = out.data
+            key = (key, out.shape, out._c_contiguous or out.strides, out.dtype,
+                   of_out.device_id, of_out.ptr % 16)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all are CuPy arrays, or an option has a wrong type: the checks raise the
@@ -115,26 +119,15 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
         if plan.taken:
             told = b""
             options = _functions.with_taken(options, plan.taken, *functions[1::2])
-        pointers = (*at, *options, offset, told)
-        if out is None or not (
+        if out is None:
+            return plan.run(None, q_at, k_at, v_at, *options, offset, told)
+        pointers = q_at, k_at, v_at, *options, offset, told
+        if not (
             plan.may_overlap(out.data.ptr, pointers)
             or (functions and _functions.overlap(out, *functions[1::2]))
         ):
-            return plan.run(pointers, out)
+            return plan.run(out, *pointers)
     return _planned(key, plan, (*arguments, *score_and_arrays))
-
-
-def _with_options(key, *given):
-    """The key of a plan with these arrays, and their pointers."""
-    facts, pointers = [key], []
-    for x in given:
-        if x is None:
-            facts.append(None)
-            pointers.append(0)
-        else:
-            facts.append(_facts(x))
-            pointers.append(x.data.ptr)
-    return tuple(facts), pointers
 
 
 @graphs.keeps_memory
@@ -165,13 +158,6 @@ def run(plan, problem, operands) -> Sequence[Any]:
 def unplanned(arguments, score_and_arrays=()):
     """Check a call and run it."""
     return _planned(None, None, (*arguments, *score_and_arrays))
-
-
-def _facts(x):
-    """What a plan depends on in an array; AttributeError if it is not CuPy's."""
-    data = x.data
-    strides = x._c_contiguous or x.strides
-    return x.shape, strides, x.dtype, data.device_id, data.ptr % 8
 
 
 def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:

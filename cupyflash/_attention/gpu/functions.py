@@ -12,11 +12,11 @@ class WithFunctions(NamedTuple):
     """params_t of a call with functions, whose arguments are at its end."""
 
     params: bytes
+    reads: tuple[str, ...] = (FUNCTIONS,)
 
-    def bind(self, place, device_id):
+    def bind(self, device_id):
         """See Argument of launches."""
-        at = place(FUNCTIONS)
-        return lambda values: self.params + values[at]
+        return lambda functions: self.params + functions
 
 
 class WithTable(NamedTuple):
@@ -25,16 +25,16 @@ class WithTable(NamedTuple):
     params: bytes
     rest: bytes
     replaced: int
+    reads: tuple[str, ...] = (FUNCTIONS, "diagonals")
 
-    def bind(self, place, device_id):
+    def bind(self, device_id):
         """See Argument of launches."""
-        at, table = place(FUNCTIONS), place("diagonals")
-        return lambda values: b"".join(
+        return lambda functions, table: b"".join(
             (
                 self.params,
-                values[table].to_bytes(8, "little"),
+                table.to_bytes(8, "little"),
                 self.rest,
-                values[at][self.replaced :],
+                functions[self.replaced :],
             )
         )
 

@@ -36,10 +36,10 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     if plan is not None:
         # An absent mask may have any address: it is never read.
         if where is None and (out is None or abs(at - onto) >= plan.reach):
-            return plan.run((at, at), out)[0]
+            return plan.run(out, at, at)[0]
         pointers = at, at if where is None else where.data.ptr
         if out is None or not plan.may_overlap(onto, pointers):
-            return plan.run(pointers, out)[0]
+            return plan.run(out, *pointers)[0]
     return _planned(
         key, softmax_problem.softmax, function, x, axis, where, scale, dtype, out,
         method,
@@ -64,7 +64,7 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
         pointers = (at, at if b is None else b.data.ptr,
                     at if where is None else where.data.ptr)  # fmt: skip
         if out is None or not plan.may_overlap(out.data.ptr, pointers):
-            return _returned(plan.run(pointers, out))
+            return _returned(plan.run(out, *pointers))
     return _planned(
         key, softmax_problem.logsumexp, a, axis, b, keepdims, return_sign, where, out
     )
@@ -83,7 +83,7 @@ def vjp(function, y, dy, axis, scale, out):
         key = plan = None
     if plan is not None:
         if out is None or not plan.may_overlap(onto, pointers):
-            return plan.run(pointers, out)[0]
+            return plan.run(out, *pointers)[0]
     return _planned(key, softmax_problem.vjp, function, y, dy, axis, scale, out)
 
 
@@ -120,7 +120,7 @@ def _checked(key, problem, operands):
 
 def _returned(results):
     """The result, or logsumexp and its sign."""
-    return results[0] if len(results) == 1 else tuple(results)
+    return results[0] if len(results) == 1 else results
 
 
 def describe(problem, operands):

@@ -153,8 +153,8 @@ def test_numbers_beyond_a_type():
 def test_params_take_functions_at_their_end():
     problem, _ = with_alibi()
     params = gpu_functions.with_functions(b"12345678", problem)
-    find = params.bind({"functions": 2}.get, 0)
-    assert find([0, 0, b"abcdefgh"]) == b"12345678abcdefgh"
+    assert params.reads == ("functions",)
+    assert params.bind(0)(b"abcdefgh") == b"12345678abcdefgh"
     assert gpu_functions.with_functions(b"12345678", without_options(problem)) == (
         b"12345678"
     )

@@ -217,6 +217,6 @@ def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     result = launch_sequence.Result((4,), np.dtype("f4"))
     plan = launch_sequence.LaunchSequence(0, ("x", "y"), {"out": result}, steps)
     out = types.SimpleNamespace(data=types.SimpleNamespace(ptr=5))
-    assert plan((1, 2), out) == [out]
+    assert plan((1, 2), out) == (out,)
     assert asked == [(1, 2, 5, 77, b"")] * 2  # the two kernels meet in it
     assert kept == ([scratch] if capturing else [])

@@ -27,6 +27,7 @@ In a process where CuPy or cupyflash's GPU modules were imported before, it is t
 """
 
 import dataclasses
+import functools
 import sys
 
 from cupyflash._cuda.device import Device, device_of_arch
@@ -57,7 +58,9 @@ def install(card="sm_90a", num_sms=None):
 
     source.CUDA_SRC = _compile.Sources()
     source.load.cache_clear()
-    launch._launch_overlapping = launch._launch_kernel
+    launch._LaunchOverlapping = functools.partial(
+        functools.partial, launch._launch_kernel
+    )
     graphs._driver = _Driver
     tensor_map._driver = lambda: _encode
     return cupy

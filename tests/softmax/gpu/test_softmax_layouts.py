@@ -77,6 +77,21 @@ def test_gradients_of_short_rows_are_taken_many_at_a_time(function, dtype, short
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "softmax_vjp"])
+def test_few_rows_of_one_element_are_shared_by_many_blocks(function, dtype):
+    """A block loops over all places of a span, also those beyond the last row."""
+    turns = {}
+    for num_rows in (16, 1 << 18, 1 << 24):
+        defines = choice(function, (1, num_rows), (0,), dtype)[1]
+        places = int(defines["SPAN_ROWS"])
+        turns[num_rows] = places // int(defines["ROWS_PER_BLOCK"])
+    assert turns[16] == turns[1 << 18] < 16
+    assert turns[1 << 24] >= turns[16]
+    if dtype in ("float16", "bfloat16"):
+        assert turns[1 << 24] >= 4 * turns[16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_a_thread_sums_a_very_short_row(dtype):
     vector = 16 // dtype_of(dtype).itemsize
     for n in (2, vector, 4 * vector):

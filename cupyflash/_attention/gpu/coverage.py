@@ -34,13 +34,18 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 )
             else:
                 configs = row.configs(problem, batch_dims, device)
+            if isinstance(row, HopperKernel):
+                configs += tuple(
+                    row.config(tile, problem, batch_dims, device)
+                    for tile in row.tiles_of(problem)
+                )
             for config in configs:
                 found[row.name, config.variant] = None
             if isinstance(row, HopperKernel) and problem.mask_function is not None:
-                lists = row.tile_lists(problem).config(problem, batch_dims)
+                lists = row.tile_lists(problem, device).config(problem, batch_dims)
                 found[row.name, lists.variant] = None
             if isinstance(row, HopperKernel) and has_mask_bits(problem):
-                bits = mask_bits.config(row.tile(problem).block_n, batch_dims)
+                bits = mask_bits.config(row.tile(problem, device).block_n, batch_dims)
                 found[row.name, bits.variant] = None
         is_old = kernel.refuse_old_device(problem.dtype, device) is not None
         if problem.score is not None and not is_old:

@@ -1,7 +1,8 @@
 """The kernel spec of attention for sm_90a: wgmma and TMA."""
 
+import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,19 @@ from cupyflash._attention.gpu.config import (
     scale_is_plain,
     too_many,
 )
+from cupyflash._attention.gpu.sm90.forward_model import microseconds
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
     LISTED,
     NARROW,
     NARROW_KEYS,
+    OTHERS,
     TILES,
     Few,
     HopperTile,
     Ladder,
+    Others,
 )
 from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem, MergeProblem
@@ -45,11 +49,17 @@ from cupyflash._cuda.structs import Struct
 # many.
 _SHORT, _MANY = 64, 16
 
-# The least keys of a split.
+# The least keys of a split, and the numbers of splits to choose from.
 _KEYS_OF_SPLIT = 256
+_SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Another tile than the first must promise this much.
+_SURELY = 1.02
 # With more bytes, splits are combined by another kernel, with one block per row, rather
 # than by the block that finishes last.
 _COMBINED_BY_A_BLOCK = 1 << 17
+
+# Above, tiles of queries are so many that the ladder's is best.
+_LONG = 1 << 16
 
 # The most splits that keep sums exact enough, and bytes of their results. Beyond, the
 # next row takes a problem.
@@ -108,14 +118,16 @@ _TANH_COEFFICIENTS = (
 class HopperKernel(spec.ForwardSpec):
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    See TILES, FEW, NARROW and LISTED for `tiles`, `few`, `narrow` and `listed`.
+    See TILES, OTHERS, FEW, NARROW and LISTED for `tiles`, `others`, `few`, `narrow` and
+    `listed`.
     """
 
-    tiles: dict[tuple[int, int], tuple[Ladder, ...]]
+    tiles: dict[tuple[int, int], tuple[Ladder, ...]] = field(hash=False)
+    others: dict[tuple[int, int], Others] = field(hash=False)
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros pad
-    few: Few
-    narrow: dict[tuple[int, int], HopperTile]
-    listed: dict[tuple[int, int], Ladder]
+    few: Few = field(hash=False)
+    narrow: dict[tuple[int, int], HopperTile] = field(hash=False)
+    listed: dict[tuple[int, int], Ladder] = field(hash=False)
     arch: str = "sm_90a"
 
     def unsupported_reason(self, problem, device) -> str | None:
@@ -138,7 +150,7 @@ class HopperKernel(spec.ForwardSpec):
             )
         return (
             self._has_long_sums(problem, device)
-            or spec.refuse_smem(self._smem(problem), device)
+            or spec.refuse_smem(self._smem(problem, self.tile(problem, device)), device)
             or too_many(self.counts(problem, device))
         )
 
@@ -159,7 +171,7 @@ class HopperKernel(spec.ForwardSpec):
         return f"{reason}, and the sinks of these queries are not joined with splits"
 
     def counts(self, problem, device) -> dict[str, tuple[int, int]]:
-        tile = self.tile(problem)
+        tile = self.tile(problem, device)
         num_work_tiles = self._num_tiles(problem, tile) * self.num_splits(
             problem, device
         )
@@ -191,18 +203,36 @@ class HopperKernel(spec.ForwardSpec):
             and bounds_of(problem) == 0
         )
 
-    def _dims(self, problem):
+    def dims_of(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
         return compiled_dims(problem, self.dims)
 
-    def tile(self, problem: AttentionProblem) -> HopperTile:
-        """The tile measured best for a length and kind of mask."""
-        if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
-            tiles = kernel.by_threshold(self.few, max(self._dims(problem)))
-            if _adds_terms(problem) or problem.has_functions:
-                return tiles[3 if _weight_of_terms(problem) == 3 else 2]
-            return tiles[_bytes_of_keys(problem) > _CACHED]
-        return kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
+    def tile(self, problem: AttentionProblem, device: Device) -> HopperTile:
+        """The tile for a problem: see _choice."""
+        return _choice(self, problem, device)[0]
+
+    def num_splits(self, problem: AttentionProblem, device: Device) -> int:
+        """Splits of the keys: to fill the device, or to keep sums exact enough."""
+        return _choice(self, problem, device)[1]
+
+    def tiles_of(self, problem: AttentionProblem) -> tuple[HopperTile, ...]:
+        """The tiles for a problem: first that measured best for a length and mask."""
+        has_terms = _adds_terms(problem) or problem.has_functions
+        if self._has_few_rows(problem):
+            tiles = kernel.by_threshold(self.few, max(self.dims_of(problem)))
+            if has_terms:
+                return (tiles[3 if _weight_of_terms(problem) == 3 else 2],)
+            return (tiles[_bytes_of_keys(problem) > _CACHED],)
+        tile = kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
+        bounds, others = bounds_of(problem), self.others.get(self.dims_of(problem))
+        is_measured = bounds < 2 and not has_terms and not has_lengths(problem)
+        if others is None or not is_measured or problem.seqlen_q > _LONG:
+            return (tile,)
+        return tile, *(x for x in others[bounds] if x != tile)
+
+    def _has_few_rows(self, problem):
+        """Whether one warpgroup has room for all queries of a head."""
+        return problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS
 
     def pack(self, problem: AttentionProblem) -> int:
         """Query heads of a group that are packed into the rows of a tile.
@@ -226,33 +256,49 @@ class HopperKernel(spec.ForwardSpec):
         splits = self.num_splits(problem, device)
         return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
 
-    def num_splits(self, problem: AttentionProblem, device: Device) -> int:
-        """Splits of the keys: to fill the device, or to keep sums exact enough."""
-        if problem.head_dim_v % 4:  # splits are written and combined in vectors
-            return 1
-        num_tiles = max(1, self._num_tiles(problem, self.tile(problem)))
+    def splits_of(
+        self, problem: AttentionProblem, tile: HopperTile, device: Device
+    ) -> tuple[int, ...]:
+        """The numbers of splits of the keys that may be best with a tile."""
+        num_tiles = max(1, self._num_tiles(problem, tile))
         to_fill = device.num_sms // num_tiles
         most = most_seen(problem) // _KEYS_OF_SPLIT
+        if problem.sinks is not None:  # added by a block that combines splits
+            most = min(
+                most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem, tile)
+            )
+        most = max(1, min(to_fill, most))
+        if self._has_few_rows(problem):
+            return (most,)
+        return tuple(sorted({min(n, most) for n in _SPLITS}))
+
+    def exact_splits(
+        self, problem: AttentionProblem, tile: HopperTile, device: Device
+    ) -> int:
+        """The least splits of the keys that keep sums exact enough, or 1."""
         exact = _exact_splits(problem)
         size = exact * _bytes_of_results(problem)
         if exact > _MOST_EXACT_SPLITS or size > _MOST_SPLIT_BYTES:
-            exact = 1
-        if problem.sinks is not None:  # sinks are added by a block that combines splits
-            most = min(most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem))
-            exact = min(exact, most) if to_fill > 1 else 1
-        return max(1, min(to_fill, most), exact)
+            return 1
+        if problem.sinks is not None:
+            return min(exact, max(self.splits_of(problem, tile, device)))
+        return exact
 
-    def _bytes_of_split(self, problem):
+    def _bytes_of_split(self, problem, tile):
         """Bytes of the results of a tile for one split of the keys."""
-        rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
+        rows = min(tile.block_m, problem.seqlen_q * self.pack(problem))
         return 4 * rows * problem.head_dim_v
 
     def combines(self, problem: AttentionProblem, device: Device) -> bool:
         """Whether the kernel itself combines the splits of the keys."""
-        num_splits = self.num_splits(problem, device)
-        size = num_splits * self._bytes_of_split(problem)
+        tile, num_splits = _choice(self, problem, device)
+        # A warp combines one row after another. Where rows are many, another launch is
+        # faster, but it knows nothing of sinks.
+        if tile.num_groups > 1 and problem.sinks is None:
+            return False
+        size = num_splits * self._bytes_of_split(problem, tile)
         # There is a counter for each tile, if splits are to fill the device.
-        num_tiles = self._num_tiles(problem, self.tile(problem))
+        num_tiles = self._num_tiles(problem, tile)
         if num_splits == 1 or 2 * num_tiles > device.num_sms:
             return False
         return size <= _COMBINED_BY_A_BLOCK
@@ -277,7 +323,7 @@ class HopperKernel(spec.ForwardSpec):
 
     def _ladder(self, problem):
         """Tiles for the head dimensions and kind of a problem; may be empty."""
-        dims = self._dims(problem)
+        dims = self.dims_of(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
         if dims in self.listed and _has_mask_alone(problem):
             return self.listed[dims]
@@ -290,39 +336,34 @@ class HopperKernel(spec.ForwardSpec):
                 return {math.inf: self.narrow[dims]}
         return ladders[int(bounds_of(problem) > 0)]
 
-    def _smem(self, problem):
+    def _smem(self, problem, tile):
         """Bytes of the tiles of q, the stages of k and v, and staging for out."""
-        columns = self._staged_columns(problem)
-        return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+        columns = self._staged_columns(problem, tile)
+        return self._smem_of_tiles(problem, tile) + _staged_bytes(tile, columns)
 
-    def _smem_of_tiles(self, problem):
+    def _smem_of_tiles(self, problem, tile):
         """Bytes of the tiles of q and stages of k and v, with room for alignment."""
-        tile = self.tile(problem)
-        row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
+        row_qk, row_v = (-(-n // 64) * 128 for n in self.dims_of(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)
         return tile.block_m * row_qk + kv + 1024
 
-    def _staged_bytes(self, problem, columns):
-        """kStagedBytes of cuda_src/attention/sm90/epilogue.cuh, for all warps."""
-        return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
-
-    def _staged_columns(self, problem):
+    def _staged_columns(self, problem, tile):
         """Columns of out that are staged in shared memory at a time, or 0."""
-        tile = self.tile(problem)
         if tile.num_groups == 1 or not tile.stage_out:
             return 0  # with few rows, keys take all shared memory
         if problem.has_functions:
             return 0
         if _adds_terms(problem) and not _is_cap_only(problem):
             return 0  # options leave no registers for it
-        head_dim_v = self._dims(problem)[1]
+        head_dim_v = self.dims_of(problem)[1]
         columns = 64 if head_dim_v % 64 == 0 else 32
-        size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+        size = self._smem_of_tiles(problem, tile) + _staged_bytes(tile, columns)
         return columns if size <= _MOST_STAGED else 0
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         """The launch, followed by another that combines splits, if there is one."""
-        config = self.config(self.tile(problem), problem, batch_dims, device)
+        tile = self.tile(problem, device)
+        config = self.config(tile, problem, batch_dims, device)
         num_splits = self.num_splits(problem, device)
         if num_splits == 1 or self.combines(problem, device):
             return (config,)
@@ -331,7 +372,7 @@ class HopperKernel(spec.ForwardSpec):
 
     def config(self, tile, problem, batch_dims, device) -> LaunchConfig:
         """The launch with a given tile."""
-        dims = self._dims(problem)
+        dims = self.dims_of(problem)
         switches = {
             "HEAD_DIM": dims[0],
             "HEAD_DIM_V": dims[1],
@@ -349,7 +390,7 @@ class HopperKernel(spec.ForwardSpec):
             PACK=pack if pack > 1 else 0,
             READ_ONCE=tile.evict_first and pack == problem.group_size,
             SPLIT=num_splits > 1,
-            STAGED_COLUMNS=0 if num_splits > 1 else self._staged_columns(problem),
+            STAGED_COLUMNS=0 if num_splits > 1 else self._staged_columns(problem, tile),
             COMBINE=self.combines(problem, device),
             MASK_BITS=has_bits,
             TERMS_OF_KEYS=terms == "keys",
@@ -365,13 +406,13 @@ class HopperKernel(spec.ForwardSpec):
             "attention/sm90/forward.cu",
             f"attention_{self.name}",
             arch=self.arch,
-            smem=self._smem(problem),
+            smem=self._smem(problem, tile),
             **switches,
         )
 
-    def tile_lists(self, problem: AttentionProblem) -> TileLists:
+    def tile_lists(self, problem: AttentionProblem, device: Device) -> TileLists:
         """Lists of the tiles that a mask function shows to tiles of queries."""
-        tile = self.tile(problem)
+        tile = self.tile(problem, device)
         first = 0
         if (
             bounds_of(problem) > 0 and tile.num_groups > 1
@@ -392,7 +433,7 @@ class HopperKernel(spec.ForwardSpec):
 
     def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
         """How work tiles are divided, and units of exponents: fields of inputs_t."""
-        tile = self.tile(problem)
+        tile = self.tile(problem, device)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         heads = num_heads(problem) // pack
         num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
@@ -419,6 +460,34 @@ class HopperKernel(spec.ForwardSpec):
             "cap": cap_of(problem),
             "scale": scale,
         }
+
+
+@functools.lru_cache(maxsize=256)
+def _choice(row, problem, device):
+    """The tile and the number of splits of the keys that promise the least time."""
+    tiles = row.tiles_of(problem)
+    splits = row.splits_of if problem.head_dim_v % 4 == 0 else lambda *_: (1,)
+    choices = [(tile, n) for tile in tiles for n in splits(problem, tile, device)]
+    has_terms = _adds_terms(problem) or problem.has_functions
+    in_kernel = problem.sinks is not None
+
+    def time(choice):
+        took = microseconds(
+            problem, *choice, device, row.dims_of(problem), has_terms, in_kernel
+        )
+        return took if choice[0] is tiles[0] else _SURELY * took
+
+    exists = math.prod(problem.lse_shape) > 0
+    choice = min(choices, key=time) if exists and len(choices) > 1 else choices[0]
+    tile, num_splits = choice
+    if problem.head_dim_v % 4:
+        return tile, 1
+    return tile, max(num_splits, row.exact_splits(problem, tile, device))
+
+
+def _staged_bytes(tile, columns):
+    """kStagedBytes of cuda_src/attention/sm90/epilogue.cuh, for all warps."""
+    return tile.block_m * (2 * columns + 16) if columns else 0
 
 
 def _exact_splits(problem):
@@ -597,4 +666,5 @@ HOPPER = HopperKernel(
     narrow=NARROW,
     listed=LISTED,
     tiles=TILES,
+    others=OTHERS,
 )

@@ -19,7 +19,7 @@ from cupyflash._cuda.tensor_map import MappedInputs
 def hopper_steps(row, problem, operands, device) -> Steps:
     """The Hopper kernel: tensor maps instead of pointers, work tiles from a counter."""
     params, batch_dims, fields = pack_params(problem, operands)
-    tile = row.tile(problem)
+    tile = row.tile(problem, device)
     box_n = tile.box_n or tile.block_n
     encoders = {
         "q": q_encoder(problem, fields, operands.q, row.pack(problem)),
@@ -44,7 +44,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
     rest: tuple[Any, ...] = (*OPTIONS_AND_OFFSET, params)
     before, scratch = [], {}
     if problem.mask_function is not None:
-        lists = row.tile_lists(problem)
+        lists = row.tile_lists(problem, device)
         before.append(lists.step(problem, batch_dims, params))
         scratch[lists.name] = lists.num_bytes(problem)
         rest = lists.argument(problem), *rest

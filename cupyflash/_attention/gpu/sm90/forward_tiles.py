@@ -24,6 +24,7 @@ class HopperTile:
     box_n: int = 0  # keys per TMA box, or 0: those of the tile
     # Bytes of keys and values of a section, in units of the L2 cache.
     cache_share: float = 11 / 20
+    score_ps: int = 0  # picoseconds of a score, or 0: not measured
 
     @property
     def block_m(self) -> int:
@@ -36,6 +37,9 @@ class HopperTile:
 
 # Upper bounds of seqlen_q, and the tile up to there.
 Ladder = dict[float, HopperTile]
+
+# Tiles for queries that see all keys, and for a causal mask.
+Others = tuple[tuple[HopperTile, ...], tuple[HopperTile, ...]]
 
 # If one warpgroup has room for all queries, by head dimension: the tile for keys and
 # values that fit into the L2 cache, the one for more, and, since options take
@@ -73,6 +77,26 @@ LISTED: dict[tuple[int, int], Ladder] = {
     },
 }
 
+# Tiles that may suit the multiprocessors better than that of the ladder, by (head_dim,
+# head_dim_v) as compiled: forward_model.py tells which.
+OTHERS: dict[tuple[int, int], Others] = {
+    (64, 64): (
+        (
+            HopperTile(2, 128, score_ps=65),
+            HopperTile(4, 64, num_stages=4, score_ps=59),
+            HopperTile(3, 128, stage_out=False, score_ps=52),
+        ),
+        (HopperTile(2, 128, score_ps=67),),
+    ),
+    (128, 128): (
+        (
+            HopperTile(2, 128, score_ps=82),
+            HopperTile(3, 80, score_ps=74),
+        ),
+        (HopperTile(2, 128, score_ps=84),),
+    ),
+}
+
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
 # alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with
@@ -80,14 +104,14 @@ LISTED: dict[tuple[int, int], Ladder] = {
 TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     (64, 64): (
         {
-            2047: HopperTile(4, 64, num_stages=4),
-            math.inf: HopperTile(3, 128, stage_out=False),
+            2047: HopperTile(4, 64, num_stages=4, score_ps=59),
+            math.inf: HopperTile(3, 128, stage_out=False, score_ps=52),
         },
         {
-            512: HopperTile(4, 64, False, 4),
-            4095: HopperTile(4, 64, num_stages=4),
-            8191: HopperTile(3, 128),
-            math.inf: HopperTile(3, 128, cache_share=11 / 10),
+            512: HopperTile(4, 64, False, 4, score_ps=61),
+            4095: HopperTile(4, 64, num_stages=4, score_ps=59),
+            8191: HopperTile(3, 128, score_ps=52),
+            math.inf: HopperTile(3, 128, cache_share=11 / 10, score_ps=52),
         },
         {
             math.inf: HopperTile(3, 112),
@@ -130,11 +154,14 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         },
     ),
     (128, 128): (
-        {2047: HopperTile(2, 128), math.inf: HopperTile(3, 80)},
         {
-            512: HopperTile(3, 64, False, 4, cache_share=11 / 50),
-            2048: HopperTile(3, 64, False, 4, cache_share=3 / 4),
-            math.inf: HopperTile(3, 80, False, cache_share=11 / 10),
+            2047: HopperTile(2, 128, score_ps=82),
+            math.inf: HopperTile(3, 80, score_ps=74),
+        },
+        {
+            512: HopperTile(3, 64, False, 4, cache_share=11 / 50, score_ps=77),
+            2048: HopperTile(3, 64, False, 4, cache_share=3 / 4, score_ps=77),
+            math.inf: HopperTile(3, 80, False, cache_share=11 / 10, score_ps=77),
         },
         {
             math.inf: HopperTile(2, 128, False),

@@ -102,7 +102,7 @@ def test_sections_hold_every_head(num_heads, seqlen):
     plan = ROW.schedule(asked, HOPPER)
     parts = plan["num_splits"]
     assert plan["num_work_tiles"] == plan["num_blocks"] * num_heads * parts
-    assert plan["num_blocks"] * ROW.tile(asked).block_m >= seqlen
+    assert plan["num_blocks"] * ROW.tile(asked, HOPPER).block_m >= seqlen
     assert 1 <= plan["section"] <= num_heads
     # The last section is not much smaller than the others.
     sections = -(-num_heads // plan["section"])
@@ -114,7 +114,7 @@ def test_sections_hold_every_head(num_heads, seqlen):
 def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
     """But for the last queries of a warpgroup: what is left over stands in front."""
     asked = dataclasses.replace(problem(head_dim=head_dim, right=0), seqlen_q=seqlen)
-    plan, block_m = ROW.schedule(asked, HOPPER), ROW.tile(asked).block_m
+    plan, block_m = ROW.schedule(asked, HOPPER), ROW.tile(asked, HOPPER).block_m
     left = plan["num_blocks"] * block_m - plan["absent"] - seqlen
     assert 0 <= left < 64
     assert plan["absent"] % 64 == 0
@@ -127,11 +127,12 @@ def test_narrow_windows_have_small_tiles(window):
     asked = dataclasses.replace(
         problem(head_dim=128, left=left, right=right), seqlen_q=8192, seqlen_k=8192
     )
-    assert ROW.tile(asked) == ROW.narrow[128, 128]
+    assert ROW.tile(asked, HOPPER) == ROW.narrow[128, 128]
     wider = dataclasses.replace(asked, left=left + 1)
-    assert (ROW.tile(wider) == ROW.narrow[128, 128]) == (left + right < 1023)
+    assert (ROW.tile(wider, HOPPER) == ROW.narrow[128, 128]) == (left + right < 1023)
     capped = dataclasses.replace(asked, softcap=3.0)
-    assert ROW.tile(capped) == ROW.tile(dataclasses.replace(capped, left=4096))
+    long = dataclasses.replace(capped, left=4096)
+    assert ROW.tile(capped, HOPPER) == ROW.tile(long, HOPPER)
 
 
 @pytest.mark.parametrize("terms", ["keys", "unit"])
@@ -237,7 +238,7 @@ def test_a_bias_of_keys_fits_beside_few_queries(head_dim):
     asked = dataclasses.replace(asked, seqlen_q=5)
     (config,) = ROW.configs(asked, 1, HOPPER)
     assert ("KEY_BIAS", "1") in config.variant.defines
-    static = static_smem(2, ROW.tile(asked), head_dim)
+    static = static_smem(2, ROW.tile(asked, HOPPER), head_dim)
     assert config.variant.smem + static <= HOPPER.smem_optin
 
 
@@ -251,8 +252,8 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds, seqlen):
     asked = dataclasses.replace(plain, terms="keys", bias="float32")
     (config,) = ROW.configs(asked, 1, HOPPER)
     assert ("KEY_BIAS", "1") in config.variant.defines
-    tile = ROW.tile(asked)
-    assert tile == ROW.tile(plain)
+    tile = ROW.tile(asked, HOPPER)
+    assert tile == ROW.tile(plain, HOPPER)
     static = static_smem(4, tile, head_dim)
     assert config.variant.smem + static <= HOPPER.smem_optin
     for other in (
@@ -284,7 +285,7 @@ def test_out_is_staged_where_it_fits(head_dim, bounds, seqlen):
     large = not bounds and seqlen > 4096 and (head_dim >= 192 or head_dim <= 64)
     assert (columns == 0) == large
     if columns:
-        (compiled, _) = ROW._dims(asked)
+        (compiled, _) = ROW.dims_of(asked)
         assert compiled % columns == 0
         assert columns * 2 % 16 == 0
 
@@ -331,7 +332,7 @@ def test_heads_of_a_group_are_packed_where_queries_are_few(seqlen_q, group, pack
     assert ROW.pack(dataclasses.replace(asked, heads_can_be_packed=False)) == 1
     assert ROW.pack(dataclasses.replace(asked, sinks="float32")) == 1
     plan = ROW.schedule(asked, HOPPER)
-    rows = plan["num_blocks"] * ROW.tile(asked).block_m
+    rows = plan["num_blocks"] * ROW.tile(asked, HOPPER).block_m
     assert rows >= seqlen_q * pack
     assert plan["num_heads"] * pack == asked.num_heads
     assert (
@@ -351,7 +352,10 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
     assert not is_once(few_queries(13, group=7))  # heads of a group are not packed
     assert not is_once(few_queries(seqlen_q=17))
     assert not is_once(few_queries(softcap=3.0))
-    assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n
+    assert (
+        ROW.tile(few_queries(), HOPPER).block_n
+        == ROW.tile(few_queries(batch=(16,)), HOPPER).block_n
+    )
 
 
 def test_boxes_are_whole_parts_of_a_tile():

@@ -88,7 +88,7 @@ def test_the_forward_compiles(name):
     assert HOPPER.unsupported_reason(problem, device) is None
     configs = [*HOPPER.configs(problem, 1, device)]
     if problem.mask_function:
-        configs.append(HOPPER.tile_lists(problem).config(problem, 1))
+        configs.append(HOPPER.tile_lists(problem, device).config(problem, 1))
     assert all(not found.spill_bytes for found in findings(HOPPER, configs))
 
 
@@ -102,10 +102,12 @@ def test_the_backward_compiles(name):
 
 
 def test_lists_are_shared_by_what_a_mask_does_not_depend_on():
+    device = device_of_arch("sm_90a")
+
     def num_lists(**options):
         problem, _ = asked(dtype="float16", shape=(2, 4, 1000, 64), **options)
-        lists = HOPPER.tile_lists(problem)
-        tile = HOPPER.tile(problem)
+        lists = HOPPER.tile_lists(problem, device)
+        tile = HOPPER.tile(problem, device)
         words = -(-1000 // tile.block_m) * (2 - (-1000 // tile.block_n))
         return lists.num_bytes(problem) / 4 / words
 

@@ -31,12 +31,13 @@ def microseconds(problem, tile, num_splits, device, dims, has_terms, in_kernel):
     dim = max(dims)
     score = 1e-6 * tile.score_ps or _SCORE + _SCORE_COLUMN * dim
     step = tile.block_m * tile.block_n * score * (_TERMS if has_terms else 1)
-    keys = _keys_of_tiles(problem, tile.block_m)
+    keys = keys_of_tiles(problem, tile.block_m)
     steps = -(-keys // tile.block_n)
     steps = -(-steps // num_splits)
     each = _TILE + _TILE_NUMBER * tile.block_m * dim + step * steps
     heads = num_heads(problem)
-    # Tiles like the n-th of a head and those before it: some multiprocessor has so many.
+    # Of the tiles that take at least as long as the n-th of a head, some multiprocessor
+    # has at least their share.
     tiles = heads * num_splits * np.arange(1, each.size + 1)
     slowest = (each * -(-tiles // device.num_sms)).max()
     busy = each.sum() * heads * num_splits / device.num_sms
@@ -52,7 +53,7 @@ def microseconds(problem, tile, num_splits, device, dims, has_terms, in_kernel):
     return time + _COMBINE + numbers * (_COMBINE_READ * num_splits + _COMBINE_WRITE)
 
 
-def _keys_of_tiles(problem, block_m):
+def keys_of_tiles(problem, block_m):
     """The keys that each tile of a head sees, the last tile first."""
     last = np.arange(problem.seqlen_q, 0, -block_m)  # one past the last query
     keys = np.full(last.size, problem.seqlen_k)

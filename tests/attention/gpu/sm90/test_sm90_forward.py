@@ -20,6 +20,7 @@ import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.config import MOST_KEYS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.sm90 import forward_model
 from cupyflash._attention.gpu.sm90.forward import HopperKernel
 from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel, runtime, source
@@ -394,6 +395,76 @@ def test_keys_are_split_where_tiles_are_few():
     assert ("SPLIT", "1") in launch.variant.defines
     assert ("COMBINE", "1") not in launch.variant.defines
     assert combine.variant.entry == "attention_combine"
+
+
+def grid(entries, seqlen_q, seqlen_k, head_dim, **options):
+    return dataclasses.replace(
+        problem("float16", head_dim, query_offset=seqlen_k - seqlen_q, **options),
+        batch=(entries,),
+        num_heads=1,
+        num_kv_heads=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}])
+@pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 8192, 16384])
+def test_a_large_grid_takes_the_tile_of_its_length(head_dim, bounds, seqlen):
+    """The problems of the benchmarks, for which the ladders were measured."""
+    entries = (16384 // seqlen) * (2048 // head_dim)
+    asked = grid(entries, seqlen, seqlen, head_dim, **bounds)
+    ladder = ROW.tiles[head_dim, head_dim][len(bounds)]
+    assert ROW.tile(asked, HOPPER) == kernel.by_threshold(ladder, seqlen)
+    assert ROW.num_splits(asked, HOPPER) == 1
+
+
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}])
+def test_a_small_grid_takes_tiles_that_fill_the_device(bounds):
+    for entries in (1, 32):  # 128 tiles of 128 queries, or 64 of 256
+        asked = grid(entries, 512, 512, 64, **bounds)
+        assert ROW.tile(asked, HOPPER).block_m == 128
+        assert ROW.num_splits(asked, HOPPER) == 1
+    # In 132 multiprocessors at a time: 1024 tiles of 128 queries are 8 waves and 704
+    # tiles of 192 are 6, which last longer.
+    assert ROW.tile(grid(32, 4096, 512, 128), HOPPER).block_m == 128
+    # Half of a tile of 256 queries would be empty, whatever the number of waves.
+    assert ROW.tile(grid(1024, 128, 2048, 64), HOPPER).block_m == 128
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}])
+def test_many_keys_are_split_by_another_launch(head_dim, bounds):
+    asked = grid(1, 512, 8192, head_dim, **bounds)
+    launch, combine = ROW.configs(asked, 1, HOPPER)
+    assert 32 <= launch.num_blocks <= HOPPER.num_sms
+    assert ("COMBINE", "1") not in launch.variant.defines
+    assert combine.variant.entry == "attention_combine"
+    few_keys = dataclasses.replace(asked, seqlen_k=512, query_offset=0)
+    assert ROW.num_splits(few_keys, HOPPER) == 1
+    # Their sinks are added by the kernel itself.
+    sinks = dataclasses.replace(asked, sinks="float32")
+    assert ROW.num_splits(sinks, HOPPER) == 1 or ROW.combines(sinks, HOPPER)
+
+
+def test_a_tile_is_chosen_without_queries_or_entries():
+    for asked in (grid(0, 512, 4096, 64), grid(4, 0, 4096, 64)):
+        assert ROW.tile(asked, HOPPER) in ROW.tiles_of(asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, [1000, 1000, 1000]),
+        ({"right": 0}, [1000, 872, 744]),
+        ({"right": -900}, [100, 1, 1]),
+        ({"right": 0, "left": 100}, [228, 228, 144]),
+    ],
+)
+def test_the_model_counts_the_keys_of_each_tile(options, keys):
+    asked = grid(1, 300, 1000, 64, **options)
+    assert forward_model.keys_of_tiles(asked, 128).tolist() == keys
 
 
 @pytest.mark.parametrize(

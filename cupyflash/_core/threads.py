@@ -7,6 +7,7 @@ long as there are no more threads at work than cores.
 
 import collections
 import contextvars
+import ctypes
 import functools
 import itertools
 import os
@@ -72,6 +73,49 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# --- which core a helper is on -------------------------------------------------------
+
+
+@functools.cache
+def _getcpu():
+    """What tells the core of a thread, or None where helpers cannot be moved."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    return getattr(ctypes.CDLL(None), "sched_getcpu", None)
+
+
+class _Place(NamedTuple):
+    """A thread, and the core that it is on; None if that is not known."""
+
+    thread: int
+    core: int | None
+
+
+def _place():
+    getcpu = _getcpu()
+    return _Place(threading.get_native_id(), getcpu and getcpu())
+
+
+_helper = threading.local()
+
+
+def _keep_off(caller):
+    """Keep this helper off the core of its caller.
+
+    Some kernels, mostly those of virtual machines, wake it there and leave it there
+    though another core is idle: then two threads take longer than one.
+    """
+    if caller.core == getattr(_helper, "avoided", None):
+        return
+    _helper.avoided = caller.core
+    try:
+        others = os.sched_getaffinity(caller.thread) - {caller.core}
+        if others:
+            os.sched_setaffinity(0, others)
+    except OSError:  # the caller has ended, or the system lets nobody choose
+        pass
 
 
 # --- what the calls of a process share -----------------------------------------------
@@ -256,6 +300,7 @@ class _Job:
         self._helped = threading.Lock()  # until the last helper has ended
         self._helped.acquire()
         self._failure = None
+        self._caller = _place()
         self.cancelled = False
 
     def work(self, goes_on=lambda: True):
@@ -282,6 +327,7 @@ class _Job:
             if self._closed:
                 return
             self._num_helping += 1
+        _keep_off(self._caller)
         thread = threading.get_ident()
         _shared.helpers.add(thread)
         try:

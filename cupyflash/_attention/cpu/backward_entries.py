@@ -151,6 +151,7 @@ class Direct(entries.Direct):
         )
         self._may_hide |= bool(problem.forward.query_lengths)
         self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
+        self._has_one_key = problem.forward.seqlen_k == 1
         self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
         self._is_small_for_blas &= all(
             is_small_dot(problem.forward, math.prod(shape))
@@ -198,25 +199,31 @@ class Direct(entries.Direct):
         if query_lengths is not None:  # padding has no P, nor a sink
             lse = np.where(self._padding(query_lengths), self._dtype.type(np.inf), lse)
         p = np.exp(np.subtract(s, lse, s), s)
-        dp = self._product(dout, v)
-        sum_p, of_sink = product(p, self._ones), None
+        has_one_term = self._has_one_key and sinks is None
+        sum_p, of_sink = p if has_one_term else product(p, self._ones), None
         if sinks is not None:
             of_sink = np.exp(self._sinks(sinks) - lse)
             np.add(sum_p, of_sink, sum_p)
         if self._may_hide:  # in a row without P it does not matter
-            np.copyto(sum_p, 1, where=sum_p == 0)
-        # A norm says at once that no row is off; most often that will do.
+            sum_p = np.where(sum_p == 0, self._one, sum_p)
         off = np.subtract(sum_p, self._one).ravel()
-        if not off.dot(off) <= self._may_be_off**2 and not is_whole(sum_p, lse).all():
+        if not (  # what is quicker first; it is enough where rows are few, or lse small
+            off.dot(off) <= self._may_be_off**2
+            or np.maximum.reduce(np.abs(off, off)) <= self._may_be_off
+            or is_whole(sum_p, lse).all()
+        ):
             return None  # lse is over more keys than there are here
+        dp = self._product(dout, v)
+        if has_one_term and dlse is None and not self._problem.need_dbias:
+            return self._gradients_of_one_key(p, dp, dout, shapes)
         down = None if dlse is None else dlse[..., None]
         delta = _subtract_delta(p, dp, sum_p, of_sink, down)
         ds = np.multiply(dp, p, dp)
         by_score = ds if slope is None else ds * slope
-        dq, dk = product(by_score, k), product(by_score.swapaxes(-1, -2), q)
+        dq, dk = product(by_score, k), product(by_score.mT, q)
         if not (is_finite(dq) and is_finite(dk)):
             return None
-        dv = product(p.swapaxes(-1, -2), dout)
+        dv = product(p.mT, dout)
         np.multiply(dq, self._factor, dq)
         if not self._folds:  # else it is in q
             np.multiply(dk, self._factor, dk)
@@ -229,9 +236,20 @@ class Direct(entries.Direct):
             of_rows = self._joined(of_sink * -delta)
             of_heads = of_rows.sum((-2, -1), np.float64)
             dsinks = _sum_to(of_heads, problem.sinks_shape, dtype)
-        if self._groups is not None:
-            dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
+        if self._groups is None:
+            return AttentionGrads(dq, dk, dv, dbias, dsinks)
+        dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
         return AttentionGrads(*map(self._as_given, (dq, dk, dv), shapes), dbias, dsinks)
+
+    def _gradients_of_one_key(self, p, dp, dout, shapes):
+        """P is 1 whatever the score, and dS is 0; None where dP is not finite."""
+        if not is_finite(dp):
+            return None
+        dv = product(p.mT, dout)
+        if self._groups is not None:
+            dv = np.add.reduce(dv, -3, None, None, True)
+            dv = self._as_given(dv, shapes[2])
+        return AttentionGrads(*(np.zeros(x, self._dtype) for x in shapes[:2]), dv)
 
     def _joined(self, x):
         """`x` with one axis for all heads, if they were in groups."""
@@ -240,9 +258,8 @@ class Direct(entries.Direct):
         return x.reshape((*x.shape[:-4], -1, *x.shape[-2:]))
 
     def _as_given(self, x, shape):
-        """A gradient in the layout and the shape of the call."""
-        if self._groups is not None:
-            x = heads_first(self._joined(x), self._layout)  # its own inverse
+        """A gradient of heads in groups in the layout and the shape of the call."""
+        x = heads_first(self._joined(x), self._layout)  # its own inverse
         return np.ascontiguousarray(x).reshape(shape)
 
 
@@ -398,12 +415,22 @@ class EntryGradients(Entries):
 
 
 def _subtract_delta(p, dp, sum_p, of_sink, down, whole=None, of_all=None):
-    """Subtract from the rows of dP what makes dS add up to `down`; return it.
+    """Subtract from the rows of dP what makes dS add up to `down`.
 
     `down`, the gradient of lse, may be None for 0; `sum_p` is the sum of a row of P and
     its sink. What rounding has left, which dq multiplies by the keys, goes in a second
     step. Rows that are not whole, with lse over more keys than these, take `of_all`.
+    Returns what it has subtracted where a sink has a gradient of it.
     """
+    if of_sink is down is of_all is None:
+        if p.shape[-1] == 1:  # P is 1 whatever the score; what is not finite is NaN
+            np.subtract(dp, dp, dp)
+            return None
+        # The sum of P is 1 but for what the second step sees to.
+        np.subtract(dp, _row_products(p, dp), dp)
+        lack = _row_products(p, dp)
+        np.subtract(dp, np.divide(lack, sum_p, lack), dp)
+        return None
     delta = _lack(p, dp, sum_p, None, None, down)
     if of_all is not None:
         delta = np.where(whole, delta, of_all)
@@ -423,15 +450,19 @@ def _derivative_of_cap(s, cap):
 
 def _lack(p, dp, sum_p, of_sink, delta, down):
     """How far P * dP, and the sink's part of it, are from adding up to `down`."""
-    if p.strides[-1] == p.itemsize:
-        sums = np.vecdot(p, dp, keepdims=True)
-    else:  # keys side by side
-        sums = np.einsum("...ij,...ij->...i", p, dp)[..., None]
+    sums = _row_products(p, dp)
     if down is not None:
         np.subtract(sums, down, out=sums)
     if of_sink is not None:
         np.subtract(sums, of_sink * delta, out=sums)
     return np.divide(sums, sum_p, out=sums)
+
+
+def _row_products(p, dp):
+    """The sums over keys of P * dP."""
+    if p.strides[-1] == p.itemsize:
+        return np.vecdot(p, dp, keepdims=True)
+    return np.einsum("...ij,...ij->...i", p, dp)[..., None]  # keys side by side
 
 
 def _row_sums(x):

@@ -1,7 +1,5 @@
 """Checks of calls on NumPy arrays, which calls like an earlier one do not need."""
 
-from typing import Any
-
 import numpy as np
 
 from cupyflash._attention.problem import (
@@ -11,6 +9,7 @@ from cupyflash._attention.problem import (
 )
 
 _MOST = 1024
+_ARRAY = frozenset((np.ndarray,))
 _PLAIN = frozenset((type(None), bool, int, float, str))  # of equal ones the type counts
 
 
@@ -32,11 +31,9 @@ def key_of(arrays, options):
     Of arrays that is the shape and the dtype; `check_lengths_of` looks at lengths. The
     numbers of a float64 option may be too large for float32 scores.
     """
-    key: list[Any] = []
-    for x in arrays:
-        if type(x) is not np.ndarray:
-            return None
-        key += x.shape, x.dtype
+    if not _ARRAY.issuperset(map(type, arrays)):
+        return None
+    key = [x.shape for x in arrays] + [x.dtype for x in arrays]
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds):
         options = tuple(_option(x, arrays[0]) for x in options)

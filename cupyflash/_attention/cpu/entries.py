@@ -298,6 +298,17 @@ def _weigh(s, v, o, sink, hides):
     return np.divide(o, divisor, o), base, d, divisor
 
 
+def _add(s, bias, side_by_side):
+    """Add a bias to scores, in place, along the scores' order of memory.
+
+    NumPy goes along that of the bias where the two differ, which takes four times as
+    long: scores 4 KiB apart push each other out of the cache.
+    """
+    if side_by_side and bias.ndim > 1:
+        s, bias = s.mT, bias.mT
+    np.add(s, bias, out=s, casting="unsafe")
+
+
 def uses_offset(problem):
     """Whether it matters where the queries are among the keys."""
     bounds = problem.left, problem.right, problem.alibi_slopes
@@ -546,7 +557,7 @@ class Direct:
         if s.ndim == 2:  # of q, k and v without an axis of heads
             bias, mask = (_matrix(x) for x in (bias, mask))
         if bias is not None:
-            np.add(s, bias, s)
+            _add(s, bias, self._side_by_side)
         if slopes is not None:
             slopes = np.asarray(slopes, self._dtype)[..., None, None]
             np.subtract(s, slopes * self._distance, s)
@@ -777,7 +788,7 @@ class Entries:
         """Bias, alibi and masks, in place."""
         if self._bias is not None:
             bias = self._bias[(*entries, rows, slice(first, last))]
-            np.add(s, bias, out=s, casting="unsafe")
+            _add(s, bias, self._side_by_side)
         if self._slopes is not None:
             slopes = self._slopes[entries].astype(self.dtype)[..., None, None]
             i, j = self._positions(entries, rows, first, last)

@@ -72,6 +72,24 @@ def test_blas_has_one_thread_inside_of_a_single_call():
     assert_nothing_is_left(before)
 
 
+@pytest.mark.skipif(
+    threads._getcpu() is None or threads.num_cores() < 2,
+    reason="one core, or no choice",
+)
+def test_a_helper_keeps_off_the_core_of_its_caller(two_cores):
+    caller, found = threading.get_ident(), []
+
+    def look(task, scratch):
+        time.sleep(0.002)
+        if threading.get_ident() != caller:
+            found.append(os.sched_getaffinity(0))
+
+    threads.for_each(look, range(50), 2)
+    own = os.sched_getaffinity(0)
+    assert found
+    assert all(cores < own and len(own - cores) == 1 for cores in found)
+
+
 def test_calls_inside_of_calls_of_other_threads_share_the_hold():
     before, found = blas_threads(), []
 

@@ -33,6 +33,7 @@ from cupyflash._attention.cpu.block import (
     num_threads,
     offset_of,
     product,
+    row_sums,
     times_values,
 )
 from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
@@ -244,7 +245,7 @@ class _Rows(Part):
         What they add to arrays of the score function goes to `dscore`.
         """
         p, ds, slope, visible = self.block(start, stop, exact=False)
-        of_rows = self._row_sums(ds)
+        of_rows = row_sums(ds)
         for reads in self._reads:
             functions.add_reads(dscore[reads.name], reads, ds, visible)
         if slope is not None:
@@ -258,7 +259,7 @@ class _Rows(Part):
             return found
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
-        self.sum_ds += self._row_sums(ds)
+        self.sum_ds += row_sums(ds)
         if slope is not None:
             np.copyto(ds, ds * slope, where=visible)
         found = (
@@ -270,13 +271,9 @@ class _Rows(Part):
             self._weigh(start, stop, p, slope, visible)
         return found
 
-    def _row_sums(self, x):
-        """A product with ones, the fastest sum over rows."""
-        return product(x, np.ones((x.shape[1], 1), self.dtype))
-
     def _weigh(self, start, stop, p, slope, visible=True):
         """Add P of keys [start, stop), and these keys so weighted; P is lost."""
-        self.sum_p = np.add(self.sum_p, self._row_sums(p), dtype=np.float64)
+        self.sum_p = np.add(self.sum_p, row_sums(p), dtype=np.float64)
         if slope is not None:
             np.copyto(p, p * slope, where=visible)
         self.mean += times_values(p, visible, self.keys(start, stop))

@@ -18,6 +18,7 @@ from cupyflash._attention.cpu.block import (
     finite_base,
     num_threads,
     product,
+    row_sums,
     times_values,
 )
 from cupyflash._attention.cpu.entries import (
@@ -150,9 +151,11 @@ class Direct(entries.Direct):
             ),
         )
         self._may_hide |= bool(problem.forward.query_lengths)
-        self._ones = np.ones((problem.forward.seqlen_k, 1), self._dtype)
         self._has_one_key = problem.forward.seqlen_k == 1
-        self._one, self._may_be_off = self._ones[0], float(may_be_off(self._dtype))
+        self._one, self._may_be_off = (
+            self._dtype.type(1),
+            float(may_be_off(self._dtype)),
+        )
         self._is_small_for_blas &= all(
             is_small_dot(problem.forward, math.prod(shape))
             for shape in (problem.q_shape, problem.k_shape)
@@ -200,7 +203,7 @@ class Direct(entries.Direct):
             lse = np.where(self._padding(query_lengths), self._dtype.type(np.inf), lse)
         p = np.exp(np.subtract(s, lse, s), s)
         has_one_term = self._has_one_key and sinks is None
-        sum_p, of_sink = p if has_one_term else product(p, self._ones), None
+        sum_p, of_sink = p if has_one_term else row_sums(p), None
         if sinks is not None:
             of_sink = np.exp(self._sinks(sinks) - lse)
             np.add(sum_p, of_sink, sum_p)
@@ -337,7 +340,7 @@ class EntryGradients(Entries):
         of_sink = None
         if self._sinks is not None:
             of_sink = np.exp(self._sinks[here[-3:-1]] - lse)
-        sum_p = _row_sums(p)
+        sum_p = row_sums(p)
         if of_sink is not None:
             sum_p += of_sink
         if self._hides:  # in a row without P it does not matter
@@ -463,11 +466,6 @@ def _row_products(p, dp):
     if p.strides[-1] == p.itemsize:
         return np.vecdot(p, dp, keepdims=True)
     return np.einsum("...ij,...ij->...i", p, dp)[..., None]  # keys side by side
-
-
-def _row_sums(x):
-    """The sums over keys by BLAS, which takes a third of the time."""
-    return product(x, np.ones((x.shape[-1], 1), x.dtype))
 
 
 def _halves(box):

@@ -5,6 +5,7 @@ or of float64 for float64 inputs. A row is stored the same whatever the other he
 batch entries hold, since no task sees more than one.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -332,6 +333,19 @@ def product(a, b, out=None):
     if total is not out:
         np.copyto(out, total, casting="same_kind")
     return out
+
+
+def row_sums(x):
+    """The sums of rows, as a column; of many by BLAS, in a third of NumPy's time."""
+    rows, terms = x.shape[-2:]
+    if rows == 1:
+        return np.add.reduce(x, -1, None, None, True)
+    return product(x, _ones(terms, x.dtype))
+
+
+@functools.lru_cache(64)
+def _ones(size, dtype):
+    return np.ones((size, 1), dtype)
 
 
 def times_values(p, seen, v):

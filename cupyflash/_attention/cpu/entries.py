@@ -22,6 +22,7 @@ from cupyflash._attention.cpu.block import (
     num_threads,
     offset_of,
     product,
+    row_sums,
     scale_of,
     split_scale,
     times_values,
@@ -288,7 +289,7 @@ def _weigh(s, v, o, sink, hides):
     if hides:
         base = finite_base(base)
     p = np.exp(np.subtract(s, base, s), s)
-    d = np.add.reduce(p, -1, None, None, True)
+    d = row_sums(p)
     if sink is not None:
         np.add(d, np.exp(sink - base), out=d)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d

@@ -1226,3 +1226,60 @@ def test_one_key_is_the_result(batch, num_queries, causal):
             np.testing.assert_array_equal(hidden, expected)
         score = (q * k).sum(-1)[:, :, -1] / 2
         np.testing.assert_allclose(lse[:, :, -1], score, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("option", ["plain", "sinks", "mask", "dlse", "groups"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_gradients_of_one_key(rng, rows, option):
+    """The score gets none, but for what flows into lse or competes with a sink."""
+    heads = 4 if option == "groups" else 1
+    q, dout = rng.normal(size=(2, 5, heads, rows, 4))
+    k, v = rng.normal(size=(2, 5, 1, 1, 4))
+    options, flow = {}, {}
+    if option == "sinks":
+        options["sinks"] = np.array([0.3])
+    elif option == "mask":
+        options["mask"] = np.arange(rows)[:, None] != 1
+    elif option == "dlse":
+        flow["dlse"] = rng.normal(size=(5, 1, rows))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    s = (q @ k.swapaxes(-1, -2)) / 2
+    p, ds = np.ones_like(s), np.zeros_like(s)
+    if option == "sinks":
+        p = 1 / (1 + np.exp(0.3 - s))
+        ds = p * (1 - p) * (dout @ v.swapaxes(-1, -2))
+    elif option == "mask":
+        p = p * options["mask"]
+    elif option == "dlse":
+        ds = flow["dlse"][..., None]
+    exact = (
+        ds * k / 2,
+        (ds * q).sum((1, 2), keepdims=True) / 2,
+        (p * dout).sum((1, 2), keepdims=True),
+    )
+    for _ in range(2):  # the second call needs no checks
+        grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, **options, **flow)
+        for found, expected in zip(grads[:3], exact, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+    among = cupyflash.attention_vjp(
+        *(np.concatenate([x] * 2000) for x in (dout, q, k, v, out, lse)),
+        **options,
+        **{name: np.concatenate([x] * 2000) for name, x in flow.items()},
+    )
+    for found, many in zip(grads[:3], among[:3], strict=True):
+        np.testing.assert_array_equal(found, many[-5:])
+
+
+@pytest.mark.parametrize("bad", ["q", "k", "v", "dout"])
+def test_gradients_of_one_key_that_are_no_numbers(rng, bad):
+    """As those of a call by tasks, whose arrays are not contiguous."""
+    q, k, v = arrays(rng, 2, 3, 1, 4)
+    dout = rng.normal(size=q.shape).astype(q.dtype)
+    {"q": q, "k": k, "v": v, "dout": dout}[bad][0, 0, -1, 1] = np.nan
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    views = [np.repeat(x, 2, -1)[..., ::2] for x in (dout, q, k, v)]
+    grads = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    tasks = cupyflash.attention_vjp(*views, out, lse)
+    assert not np.isfinite(np.concatenate([x.ravel() for x in grads[:3]])).all()
+    for found, expected in zip(grads[:3], tasks[:3], strict=True):
+        np.testing.assert_array_equal(found, expected)

@@ -12,7 +12,7 @@ from cupyflash._attention.gpu import diagonals, gradient_copies, gradient_layout
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import OPTIONS, AttentionCall
+from cupyflash._attention.gpu.config import AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
 from cupyflash._attention.gpu.gradient_plan import gradient_results
@@ -20,7 +20,7 @@ from cupyflash._attention.gpu.plan import (
     AttentionPlan,
     addresses,
     arrays_of,
-    facts_and_pointers,
+    facts,
 )
 from cupyflash._attention.gpu.simt.backward import VjpKernel
 from cupyflash._attention.gpu.simt.backward_dscore import results as dscore_results
@@ -96,11 +96,15 @@ def attention_vjp(arguments, score_and_arrays=()) -> AttentionGrads:
             if need_dscore:
                 shapes = (x.shape for x in score_arrays.values())
                 key += repr(need_dscore), *shapes
-        facts, pointers = facts_and_pointers(
-            (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
-             key_lengths, dout, out, lse, dlse)
+        key = (
+            key, facts(q), facts(k), facts(v), facts(dout), facts(out), facts(lse),
+            dlse is None or facts(dlse), bias is None or facts(bias),
+            mask is None or facts(mask), sinks is None or facts(sinks),
+            alibi_slopes is None or facts(alibi_slopes),
+            offsets is None or facts(offsets),
+            query_lengths is None or facts(query_lengths),
+            key_lengths is None or facts(key_lengths),
         )  # fmt: skip
-        key = key, *facts
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all are CuPy arrays, or an option has a wrong type: the checks raise the
@@ -108,18 +112,17 @@ def attention_vjp(arguments, score_and_arrays=()) -> AttentionGrads:
         key = plan = None
     if plan is None:
         return _planned(key, (*arguments, *score_and_arrays))
-    offset = query_offset if is_int else plan.offset
+    given = bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths
+    options = addresses(given)
     if plan.taken:
         told = b""
-        pointers[_OPTIONS] = _functions.with_taken(
-            pointers[_OPTIONS], plan.taken, score_arrays, mask_arrays
-        )
-    pointers[_OFFSET:_OFFSET] = offset, told
-    return _named(plan, plan.run(None, *pointers))
-
-
-_OFFSET = AttentionCall._fields.index("offset")
-_OPTIONS = slice(AttentionCall._fields.index(OPTIONS[0]), _OFFSET)
+        options = _functions.with_taken(options, plan.taken, score_arrays, mask_arrays)
+    found = plan.run(
+        None, q.data.ptr, k.data.ptr, v.data.ptr, *options,
+        query_offset if is_int else plan.offset, told, dout.data.ptr, out.data.ptr,
+        lse.data.ptr, 0 if dlse is None else dlse.data.ptr,
+    )  # fmt: skip
+    return _named(plan, found)
 
 
 @graphs.keeps_memory

@@ -21,7 +21,7 @@ from cupyflash._attention.gpu.plan import (
     AttentionPlan,
     addresses,
     arrays_of,
-    facts_and_pointers,
+    facts,
     fused_steps,
     results_of,
 )
@@ -85,6 +85,7 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
+            out is None or facts(out),
         )  # fmt: skip
         functions: tuple[Any, ...] = ()
         told = b""
@@ -101,14 +102,23 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
             bias is mask is sinks is alibi_slopes is offsets
             is query_lengths is key_lengths is None
         ):  # fmt: skip
-            facts, options = facts_and_pointers(
-                (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)
+            key = (
+                key, bias is None or facts(bias), mask is None or facts(mask),
+                sinks is None or facts(sinks),
+                alibi_slopes is None or facts(alibi_slopes),
+                offsets is None or facts(offsets),
+                query_lengths is None or facts(query_lengths),
+                key_lengths is None or facts(key_lengths),
+            )  # fmt: skip
+            options = (
+                0 if bias is None else bias.data.ptr,
+                0 if mask is None else mask.data.ptr,
+                0 if sinks is None else sinks.data.ptr,
+                0 if alibi_slopes is None else alibi_slopes.data.ptr,
+                0 if offsets is None else offsets.data.ptr,
+                0 if query_lengths is None else query_lengths.data.ptr,
+                0 if key_lengths is None else key_lengths.data.ptr,
             )
-            key = key, *facts
-        if out is not None:
-            of_out = out.data
-            key = (key, out.shape, out._c_contiguous or out.strides, out.dtype,
-                   of_out.device_id, of_out.ptr % 16)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all are CuPy arrays, or an option has a wrong type: the checks raise the

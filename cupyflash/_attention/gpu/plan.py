@@ -26,25 +26,11 @@ def addresses(arrays: Any) -> list[Any]:
     return [0 if x is None else x.data.ptr for x in arrays]
 
 
-def facts_and_pointers(arrays: Any) -> tuple[list[Any], list[Any]]:
-    """What a plan depends on in each of some arrays, and their pointers.
-
-    AttributeError for what is not a CuPy array.
-    """
-    facts: list[Any] = []
-    pointers: list[Any] = []
-    for x in arrays:
-        if x is None:
-            facts.append(None)
-            pointers.append(0)
-        else:
-            data = x.data
-            at = data.ptr
-            # The alignment decides whether TMA can read it.
-            facts.append((x.shape, x._c_contiguous or x.strides, x.dtype,
-                          data.device_id, at % 16))  # fmt: skip
-            pointers.append(at)
-    return facts, pointers
+def facts(x: Any) -> tuple[Any, ...]:
+    """What a plan depends on in an array; AttributeError if it is not CuPy's."""
+    data = x.data
+    # The alignment decides whether TMA can read it.
+    return x.shape, x._c_contiguous or x.strides, x.dtype, data.device_id, data.ptr % 16
 
 
 def arrays_of(operands: Any) -> tuple[Any, ...]:

@@ -121,6 +121,10 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return MemoryPointer(self._host, 0, 0 if hasattr(self, "_null") else ptr)
 
     @property
+    def _c_contiguous(self):  # a part of the key of plans
+        return self._host.flags.c_contiguous
+
+    @property
     def device(self):
         return _DEVICE
 

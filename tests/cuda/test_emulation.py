@@ -95,6 +95,7 @@ def test_products_of_one_sign():
     ("arch", "file", "which"),
     [
         ("sm_80", "points/gpu/test_kernels.py", "function_of_d2 and rational"),
+        ("sm_80", "cuda/test_gpu.py", "repeated_calls_with_every_option"),
         (
             "sm_90",
             "attention/gpu/sm90/test_sm90_functions.py",

@@ -452,6 +452,9 @@ def make(card):
     cupy.zeros, cupy.ones = _filled(0), _filled(1)
     cupy.from_dlpack = from_dlpack
     cupy.is_available = lambda: True
+    cupy.get_default_memory_pool = lambda: types.SimpleNamespace(
+        free_all_blocks=lambda: None
+    )
     cupy.__version__ = "0 (emulation)"
 
     def of_numpy(name):

@@ -67,8 +67,8 @@ class AttentionProblem:
     # axes.
     heads_can_be_packed: bool = True
     # Memory layout of bias and mask: "keys" if they are the same for all queries,
-    # "unit" if keys are contiguous, else "any". For gradients "tiles" if TMA can read
-    # them.
+    # "tiles" if TMA can read the bias (for gradients, both), "unit" if keys are
+    # contiguous, else "any".
     terms: str = "any"
     # With split keys, which form the first batch axis: keys per split.
     keys_of_part: int | None = None

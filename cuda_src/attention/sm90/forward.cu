@@ -12,6 +12,7 @@
 //            computes 64 queries. With kPingpong their products alternate (pingpong).
 // Tiles      q     kGroupM x kHeadDim per warpgroup  shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)    shared, kStages of each
+//            bias  kBlockM x kBlockN                 shared, kStages of them, or none
 //            s, p, o  registers, in the layout of wgmma
 //            out   16 x kStagedColumns per warp      shared, staging for the stores
 // Memory     global: q and out once; k and v once per work tile, mostly from L2
@@ -104,6 +105,18 @@ struct alignas(64) inputs_t {
   float scale;  // of params_t, rounded
 };
 
+// HOPPER_BIAS_INPUTS there.
+struct with_bias_t : inputs_t {
+  ptx::tensor_map_t bias_map;
+};
+template <bool> struct inputs_of {
+  using type = inputs_t;
+};
+template <> struct inputs_of<true> {
+  using type = with_bias_t;
+};
+using all_inputs_t = inputs_of<kBiasTiles>::type;
+
 // Output of the combined splits.
 #ifdef COMBINE
 #define COMBINED_PARAMETERS                                                \
@@ -117,7 +130,7 @@ struct alignas(64) inputs_t {
 
 // The arguments of the kernel.
 struct arguments_t {
-  const inputs_t& inputs;
+  const all_inputs_t& inputs;
   out_t* out;
   lse_t* lse;
   counter_t* counter;
@@ -166,7 +179,7 @@ constexpr int kBarriers =
 
 // Shared memory addresses.
 struct addresses_t {
-  unsigned q, k, v, out;  // tiles
+  unsigned q, k, v, bias, out;  // tiles
   ring_t q_ring, k_ring, v_ring, tile_ring, key_ring;
   unsigned landed;  // barriers of tiles of v that must be scrubbed
 
@@ -175,7 +188,8 @@ struct addresses_t {
     q = swizzled_tiles(start);
     k = q + kNumGroups * kBytesQ;
     v = k + kStages * kBytesK;
-    out = v + kStages * kBytesV;
+    bias = v + kStages * kBytesV;
+    out = bias + kStages * kBytesBias;
     unsigned first = ptx::shared_address(barriers);
     // Keeps the address in a register; otherwise it is recomputed in each step. With
     // 128 columns the score options need that register.
@@ -197,7 +211,7 @@ struct addresses_t {
       ptx::mbarrier_init(q_ring.empty_at(n), 4 * kArrivals);
     }
     for (int n = 0; n < kStages; ++n) {
-      ptx::mbarrier_init(k_ring.full_at(n), 1 + kBiasBehind * kArrivals);
+      ptx::mbarrier_init(k_ring.full_at(n), 1 + kBiasBehind * kArrivals + kBiasTiles);
       ptx::mbarrier_init(k_ring.empty_at(n), 4 * kNumGroups * kArrivals);
       ptx::mbarrier_init(v_ring.full_at(n), 1);
       ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups * kArrivals);
@@ -298,6 +312,26 @@ struct producer_t {
     load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
         smem.k + stage * kBytesK, args.inputs.k_map, smem.k_ring.full_at(stage), first,
         coordinate(from.kv_head, args.params().k.head), batch);
+    if constexpr (kBiasTiles) load_bias(args.inputs, at, stage, first);
+  }
+  // Loads the bias of this block's queries and the keys from `first` on.
+  template <typename Inputs>
+  __device__ __forceinline__ void load_bias(const Inputs& inputs,
+                                            const tile_coord_t& at, unsigned stage,
+                                            int first) const {
+    const tile_coord_t from = coord(at);
+    const operand_t& operand = args.params().bias;
+    int batch[2];
+    batch_coordinates(batch, from, operand);
+    const unsigned barrier = smem.k_ring.full_at(stage);
+    ptx::mbarrier_arrive_expect_tx(barrier, kBytesBias);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksBias; ++chunk) {
+      ptx::cp_async_bulk_tensor_5d(
+          smem.bias + stage * kBytesBias + chunk * (kBlockM * 128), inputs.bias_map,
+          barrier, first + chunk * 64, first_row(from, args.schedule()),
+          coordinate(from.head, operand.head), batch[0], batch[1]);
+    }
   }
   __device__ __forceinline__ void load_q(const tile_coord_t& at, int row_block) const {
     const tile_coord_t from = coord(at);
@@ -632,8 +666,10 @@ struct consumer_t {
   unsigned num_tiles = 0, num_done = 0;  // tiles of keys, and work tiles, so far
   float s[kScores], o[kOutputs];
   unsigned p[kBlockN / 16][4];
-  key_bias_t key_bias;  // arrives together with its tile of k
-  unsigned shown[2];    // with kMaskBits or a mask function: the keys that rows see
+  key_bias_t key_bias;    // arrives together with its tile of k
+  bias_tile_t bias_tile;  // so does this
+  unsigned bias_start;    // where this lane reads it, in the first stage
+  unsigned shown[2];      // with kMaskBits or a mask function: the keys that rows see
 
   __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
                                         const addresses_t& smem, int group)
@@ -649,6 +685,8 @@ struct consumer_t {
         to_log2(kCapOnly    ? 1.f
                 : kHasTerms ? float(kLog2e)
                             : args.inputs.to_log2) {
+    const int row = w * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
+    bias_start = bias_tile_t::start(smem.bias, row, lane);
     // Named barrier 1 + w lets warpgroup w issue its products; warpgroup 0 starts.
     if (kPingpong && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
   }
@@ -729,13 +767,17 @@ struct consumer_t {
       }
     }
   }
-  __device__ __forceinline__ void load_key_bias(unsigned stage) {
+  // Loads the bias of a stage while the product is in flight.
+  __device__ __forceinline__ void load_bias(unsigned stage) {
     if constexpr (kBiasBehind) {
       key_bias.load(shared.key_terms[stage].terms + lane % 4 * 2);
     }
+    if constexpr (kBiasTiles) bias_tile.load(bias_start + stage * kBytesBias);
   }
-  __device__ __forceinline__ void add_key_bias() {
+  // Adds a bias of keys. From here on the stage may be released.
+  __device__ __forceinline__ void finish_bias() {
     if constexpr (kBiasBehind) key_bias.add_to(s);
+    if constexpr (kBiasTiles) __syncwarp();  // all lanes have read it
   }
   // The list entry of a tile of k, valid until that is released.
   __device__ __forceinline__ listed_tile_t listed_at(unsigned stage) const {
@@ -776,7 +818,7 @@ struct consumer_t {
       score_mod<kMasked>(s, work.scores, work.rows, args.params(), args.inputs.scale,
                          args.inputs.cap, shared.key_terms[slot].terms + lane % 4 * 2,
                          work.i, j, static_cast<int>(args.params().seqlen_k) - j,
-                         args.score, work.functions);
+                         args.score, work.functions, bias_tile);
       if constexpr (kTermsOfKeys) {
         __syncwarp();
         if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
@@ -832,14 +874,14 @@ struct consumer_t {
       is_masked = find_shown_of(work, listed);
     }
     start_qk(stage);
-    load_key_bias(stage);
+    load_bias(stage);
     if constexpr (kBounds > 0) {
 #pragma unroll 1
       for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
     }
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
-    add_key_bias();
+    finish_bias();
     if (elected) {
       ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
       if (skipped == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
@@ -866,11 +908,11 @@ struct consumer_t {
     wait(smem.v_ring.full_at(stage_v), parity_of(before));
     start_pv(stage_v, n > work.skipped + 1);
     pingpong_arrive();
-    load_key_bias(stage);
+    load_bias(stage);
     const int tile = tile_of(work, n);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
-    add_key_bias();
+    finish_bias();
     if constexpr (kGivesBackAtOnce) {
       ptx::mbarrier_arrive_if(elected, smem.k_ring.empty_at(stage));
       ptx::mbarrier_arrive_if(elected & (n == work.count - 1), smem.q_ring.empty_at(w));
@@ -978,10 +1020,10 @@ struct consumer_t {
     pingpong_wait();
     start_qk(stage);
     pingpong_arrive();
-    load_key_bias(stage);
+    load_bias(stage);
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
-    add_key_bias();
+    finish_bias();
     release_k(work, n);
     end_before(n - 1, false);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
@@ -1002,10 +1044,10 @@ struct consumer_t {
     wait(smem.v_ring.full_at(stage_v), parity_of(before));
     start_pv(stage_v, n > 1);
     pingpong_arrive();
-    load_key_bias(stage);
+    load_bias(stage);
     ptx::wgmma_wait_group<1>();
     compiler_fence(s);
-    add_key_bias();
+    finish_bias();
     release_k(work, n);
     finish_scores<true>(work, n, late, listed.tile() * kBlockN, is_masked);
     const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
@@ -1336,7 +1378,7 @@ struct consumer_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper(
-    const __grid_constant__ inputs_t inputs,
+    const __grid_constant__ all_inputs_t inputs,
     out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
     lse_t* __restrict__ lse,  // (batch, heads, queries), or null
     counter_t* __restrict__ counter,

@@ -4,7 +4,8 @@
 // attention/score/score.cuh computes one score. Here each option is applied to all
 // numbers of a thread, with common parts hoisted: rows become pointers, columns
 // constant offsets from them. If bias and mask are the same for all queries, a warp of
-// the producer warpgroup reads them once per tile into shared memory, as floats.
+// the producer warpgroup reads them once per tile into shared memory, as floats. Of
+// other biases, TMA loads tiles if it can; otherwise each thread reads its own numbers.
 #pragma once
 
 #include "attention/score/softcap.cuh"
@@ -12,6 +13,7 @@
 #include "attention/sm90/score_function.cuh"
 #include "attention/sm90/softmax.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 
@@ -224,6 +226,32 @@ __device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* 
   });
 }
 
+// --- tiles of the bias
+
+// With kBiasTiles: the bias of a thread's numbers, two neighbouring columns per word.
+struct bias_tile_t {
+  unsigned words[kBiasTiles ? kScores / 2 : 1];
+
+  // Where a lane reads a tile that starts at `tile`: its row of four 8 x 8 matrices,
+  // two below each other and two beside them. `row`: first of the warp's 16 rows.
+  static __device__ __forceinline__ unsigned start(unsigned tile, int row, int lane) {
+    return tile + (row + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  }
+  __device__ __forceinline__ void load(unsigned start) {
+#pragma unroll
+    for (int n = 0; n < kBlockN / 16; ++n) {  // 16 columns; the swizzle is an XOR
+      unsigned matrices[4];
+      ptx::ldmatrix_x4(matrices, (start ^ n % 4 * 32) + n / 4 * (kBlockM * 128));
+#pragma unroll
+      for (int m = 0; m < 4; ++m) words[4 * n + m] = matrices[m];
+    }
+  }
+  __device__ __forceinline__ float operator[](int e) const {
+    const unsigned word = words[e / 2];
+    return to<float>(bias_t{static_cast<unsigned short>(e % 2 ? word >> 16 : word)});
+  }
+};
+
 // --- all options
 
 // Pointers to bias and mask of this thread's two queries, at key 0.
@@ -235,7 +263,7 @@ struct score_rows_t {
   __device__ __forceinline__ void set(const scores_t& scores, const int (&i)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if constexpr (kHasBias && !kTermsOfKeys) {
+      if constexpr (kHasBias && !kTermsOfKeys && !kBiasTiles) {
         bias[r] = scores.bias_at(i[r], 0);
         ptx::launder(
             bias[r]);  // keep the full address, computed before the loop over keys
@@ -375,17 +403,16 @@ __device__ __forceinline__ void find_shown(unsigned (&shown)[2],
 // before the softmax. Number e belongs to query i[row_of(e)] and key j + column_of(e).
 // With kTail, keys from j + left on do not exist.
 template <bool kTail>
-__device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& scores,
-                                          const score_rows_t& rows,
-                                          const params_t& params, float scale,
-                                          const cap_t& cap, const float* key_terms,
-                                          const int (&i)[2], int j, int left,
-                                          const score_arguments_t& score,
-                                          const function_rows_t& functions) {
+__device__ __forceinline__ void score_mod(
+    float (&s)[kScores], const scores_t& scores, const score_rows_t& rows,
+    const params_t& params, float scale, const cap_t& cap, const float* key_terms,
+    const int (&i)[2], int j, int left, const score_arguments_t& score,
+    const function_rows_t& functions, const bias_tile_t& bias_tile) {
   constexpr bool kAlibiFirst = kHasAlibi && !kHasSoftcap && !kHasScoreFunction;
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));
-  } else if constexpr (!kAlibiFirst && (kScalesApart || !kTermsOfKeys)) {
+  } else if constexpr (!kAlibiFirst &&
+                       (kScalesApart || !(kTermsOfKeys || kBiasTiles))) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] *= scale;
   }
@@ -426,6 +453,12 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& s
     add_key_terms(s, key_terms, scale);
     return;
   }
+  if constexpr (kBiasTiles) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      s[e] = kScalesApart ? s[e] + bias_tile[e] : fmaf(s[e], scale, bias_tile[e]);
+    }
+  }
   auto exists = [&](int e) { return !kTail || column_of(e) < left; };
   // Do not keep multiples of a stride in registers across tiles.
   auto fresh = [](index_t stride) {
@@ -433,7 +466,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& s
     ptx::launder(stride);
     return stride;
   };
-  if constexpr (kHasBias) {
+  if constexpr (kHasBias && !kBiasTiles) {
     const index_t at_j = kUnitColumns ? j : j * params.bias.col;
     const bias_t* const from[2] = {rows.bias[0] + at_j, rows.bias[1] + at_j};
     const index_t step = fresh(params.bias.col);

@@ -74,6 +74,9 @@ constexpr bool kKeyBias = IS_GIVEN(KEY_BIAS);
 static_assert(!kKeyBias || (kTermsOfKeys && kAddsBiasAlone && !kScaleScores));
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
+// A bias of 16 bits whose tiles TMA loads, each with its tile of k.
+constexpr bool kBiasTiles = IS_GIVEN(BIAS_TILES);
+static_assert(!kBiasTiles || (kHasBias && !kTermsOfKeys && sizeof(bias_t) == 2));
 // A mask array and no other score option, as bits that a kernel before has made.
 constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
 static_assert(!kMaskBits || (kHasMask && !kTermsOfKeys));
@@ -107,6 +110,10 @@ constexpr int kChunksQk = (kHeadDim + 63) / 64, kChunksV = (kHeadDimV + 63) / 64
 constexpr int kBytesQ = kGroupM * kChunksQk * 128;  // per warpgroup
 constexpr int kBytesK = kBlockN * kChunksQk * 128, kBytesV = kBlockN * kChunksV * 128;
 static_assert(kHeadDim % 16 == 0 && kBlockN % 16 == 0 && sizeof(elem_t) == 2);
+// A tile of the bias, in chunks of 64 keys.
+constexpr int kChunksBias = kBiasTiles ? kBlockN / 64 : 0;
+constexpr int kBytesBias = kBlockM * kChunksBias * 128;
+static_assert(!kBiasTiles || kBlockN % 64 == 0);
 
 struct schedule_t {
   int num_work_tiles;  // number of work tiles: query tiles x heads x batch x splits

@@ -233,10 +233,16 @@ def _known(problem, operands):
 
 def _terms(problem, operands):
     """The memory layout of bias and mask; see AttentionProblem."""
-    arrays = [x for x in (operands.bias, operands.mask) if x is not None]
+    bias = operands.bias
+    arrays = [x for x in (bias, operands.mask) if x is not None]
     if problem.seqlen_q == 1 or all(x.strides[-2] == 0 for x in arrays):
         return "keys"
-    return "unit" if all(x.strides[-1] == x.itemsize for x in arrays) else "any"
+    if not all(x.strides[-1] == x.itemsize for x in arrays):
+        return "any"
+    if bias is None or bias.strides[-2] == 0:
+        return "unit"
+    at = bias.data.ptr, bias.shape, bias.strides, bias.itemsize
+    return "unit" if tensor_map.unsupported_reason(*at) else "tiles"
 
 
 def _heads_can_be_packed(problem, operands):

@@ -157,6 +157,9 @@ def _bounded():
         for terms in ("keys", "unit", "any"):
             yield make(right=0, bias="float32", terms=terms), 1
             yield make(mask="bool", terms=terms), 1
+        for options in ({}, {"right": 0}, {"key_lengths": "int32"}):
+            yield make(bias="bfloat16", terms="tiles", **options), 1
+        yield replace(make(bias="bfloat16", terms="tiles"), seqlen_q=40), 1
         for terms in ({}, {"bias": "float32", "terms": "keys"}):
             capped = {"softcap": 30.0, **terms}
             yield make(**capped), 1

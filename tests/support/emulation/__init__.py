@@ -80,6 +80,8 @@ def _encode(target, kind, axes, ptr, sizes, strides, box, steps, *how):
 
     import numpy as np
 
+    if ptr.value % 16 or any(step % 16 for step in strides):
+        return 1  # CUDA_ERROR_INVALID_VALUE
     words = np.zeros(16, np.uint64)
     words[0] = ptr.value
     words[1:6] = list(sizes)

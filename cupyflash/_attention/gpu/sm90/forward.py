@@ -25,13 +25,16 @@ from cupyflash._attention.gpu.config import (
 )
 from cupyflash._attention.gpu.sm90.forward_model import microseconds
 from cupyflash._attention.gpu.sm90.forward_tiles import (
+    BIASED,
     FEW,
     HOPPER_GROUP_ROWS,
     LISTED,
     NARROW,
     NARROW_KEYS,
     OTHERS,
+    SHORT_KEYS,
     TILES,
+    BiasTiles,
     Few,
     HopperTile,
     Ladder,
@@ -99,6 +102,14 @@ HOPPER_INPUTS = Struct(
     alignment=64,
 )
 
+HOPPER_BIAS_INPUTS = Struct(
+    "with_bias_t",
+    "attention/sm90/forward.cu",
+    (("ptx::tensor_map_t", "bias_map"),),
+    alignment=64,
+    base=HOPPER_INPUTS,
+)
+
 # How far a score may exceed its reference, as an exponent of 2.
 _LAZY_LOG2 = np.float32(8)
 
@@ -118,8 +129,7 @@ _TANH_COEFFICIENTS = (
 class HopperKernel(spec.ForwardSpec):
     """wgmma and TMA, for 16-bit inputs on sm_90a.
 
-    See TILES, OTHERS, FEW, NARROW and LISTED for `tiles`, `others`, `few`, `narrow` and
-    `listed`.
+    See TILES, OTHERS, FEW, NARROW, LISTED and BIASED for `tiles`, `others` and so on.
     """
 
     tiles: dict[tuple[int, int], tuple[Ladder, ...]] = field(hash=False)
@@ -128,6 +138,7 @@ class HopperKernel(spec.ForwardSpec):
     few: Few = field(hash=False)
     narrow: dict[tuple[int, int], HopperTile] = field(hash=False)
     listed: dict[tuple[int, int], Ladder] = field(hash=False)
+    biased: dict[tuple[int, int], BiasTiles] = field(hash=False)
     arch: str = "sm_90a"
 
     def unsupported_reason(self, problem, device) -> str | None:
@@ -217,6 +228,8 @@ class HopperKernel(spec.ForwardSpec):
 
     def tiles_of(self, problem: AttentionProblem) -> tuple[HopperTile, ...]:
         """The tiles for a problem: first that measured best for a length and mask."""
+        if (biased := self._bias_tile(problem)) is not None:
+            return (biased,)
         has_terms = _adds_terms(problem) or problem.has_functions
         if self._has_few_rows(problem):
             tiles = kernel.by_threshold(self.few, max(self.dims_of(problem)))
@@ -233,6 +246,22 @@ class HopperKernel(spec.ForwardSpec):
     def _has_few_rows(self, problem):
         """Whether one warpgroup has room for all queries of a head."""
         return problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS
+
+    def has_bias_tiles(self, problem: AttentionProblem) -> bool:
+        """Whether TMA loads the bias: kBiasTiles of the kernel."""
+        return self._bias_tile(problem) is not None
+
+    def _bias_tile(self, problem):
+        """The tile for a bias that TMA loads, or None."""
+        tiles = self.biased.get(self.dims_of(problem))
+        if tiles is None or problem.bias not in spec.HALVES or problem.terms != "tiles":
+            return None
+        others = _num_beside_bias(problem)
+        if problem.seqlen_q <= HOPPER_GROUP_ROWS:
+            return tiles.few_beside if others else tiles.few
+        if others:
+            return tiles.beside if others == 1 else tiles.several
+        return tiles.short if most_seen(problem) <= SHORT_KEYS else tiles.alone
 
     def pack(self, problem: AttentionProblem) -> int:
         """Query heads of a group that are packed into the rows of a tile.
@@ -345,7 +374,10 @@ class HopperKernel(spec.ForwardSpec):
         """Bytes of the tiles of q and stages of k and v, with room for alignment."""
         row_qk, row_v = (-(-n // 64) * 128 for n in self.dims_of(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)
-        return tile.block_m * row_qk + kv + 1024
+        biases = 0
+        if self.has_bias_tiles(problem):
+            biases = tile.num_stages * tile.block_m * tile.block_n * 2
+        return tile.block_m * row_qk + kv + biases + 1024
 
     def _staged_columns(self, problem, tile):
         """Columns of out that are staged in shared memory at a time, or 0."""
@@ -353,7 +385,8 @@ class HopperKernel(spec.ForwardSpec):
             return 0  # with few rows, keys take all shared memory
         if problem.has_functions:
             return 0
-        if _adds_terms(problem) and not _is_cap_only(problem):
+        has_room = self.has_bias_tiles(problem) or _is_cap_only(problem)
+        if _adds_terms(problem) and not has_room:
             return 0  # options leave no registers for it
         head_dim_v = self.dims_of(problem)[1]
         columns = 64 if head_dim_v % 64 == 0 else 32
@@ -395,7 +428,8 @@ class HopperKernel(spec.ForwardSpec):
             MASK_BITS=has_bits,
             TERMS_OF_KEYS=terms == "keys",
             KEY_BIAS=terms == "keys" and _is_key_bias(problem),
-            UNIT_COLUMNS=terms == "unit" and not has_bits,
+            UNIT_COLUMNS=terms in ("unit", "tiles") and not has_bits,
+            BIAS_TILES=self.has_bias_tiles(problem),
         )
         num_work_tiles = self._num_tiles(problem, tile) * num_splits
         return launch_config(
@@ -549,6 +583,13 @@ def _weight_of_terms(problem):
     return 3 if lie_apart and problem.mask and problem.left is not None else 0
 
 
+def _num_beside_bias(problem):
+    """Score options that take registers beside a bias; functions count as two."""
+    some = problem.mask, problem.alibi_slopes, problem.softcap or None
+    beside = sum(x is not None for x in some) + has_lengths(problem)
+    return beside + 2 * problem.has_functions
+
+
 def _is_cap_only(problem):
     """kCapOnly of cuda_src/attention/sm90/score_mod.cuh."""
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
@@ -665,6 +706,7 @@ HOPPER = HopperKernel(
     few=FEW,
     narrow=NARROW,
     listed=LISTED,
+    biased=BIASED,
     tiles=TILES,
     others=OTHERS,
 )

@@ -7,6 +7,7 @@ from cupyflash._attention.gpu.combine import combine_splits
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.plan import pack_params
 from cupyflash._attention.gpu.sm90.forward import (
+    HOPPER_BIAS_INPUTS,
     HOPPER_INPUTS,
     has_mask_bits,
     split_states,
@@ -26,12 +27,16 @@ def hopper_steps(row, problem, operands, device) -> Steps:
         "k": encoder(problem, fields, "k", operands.k, box_n),
         "v": encoder(problem, fields, "v", operands.v, box_n),
     }
+    struct = HOPPER_INPUTS
+    if row.has_bias_tiles(problem):
+        struct = HOPPER_BIAS_INPUTS
+        encoders["bias"] = encoder(problem, fields, "bias", operands.bias, tile.block_m)
     schedule = row.schedule(problem, device)
 
     def pack(maps, pointers):
         """The parameter of the kernel that depends on the addresses of q, k and v."""
-        own = {**schedule, **dict(zip("qkv", pointers, strict=True)), **maps}
-        return HOPPER_INPUTS.pack(own)
+        own = {**schedule, **dict(zip("qkv", pointers, strict=False)), **maps}
+        return struct.pack(own)
 
     inputs = MappedInputs(encoders, pack)
     combines = row.combines(problem, device)

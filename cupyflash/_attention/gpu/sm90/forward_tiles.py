@@ -97,6 +97,66 @@ OTHERS: dict[tuple[int, int], Others] = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class BiasTiles:
+    """Tiles for a bias that TMA loads; without one, threads read the bias."""
+
+    short: HopperTile  # queries see up to SHORT_KEYS keys
+    alone: HopperTile
+    few: HopperTile | None = None  # one warpgroup has room for all queries
+    # With other score options, which take registers: for few queries, with one of
+    # them, and with several.
+    few_beside: HopperTile | None = None
+    beside: HopperTile | None = None
+    several: HopperTile | None = None
+
+
+# By (head_dim, head_dim_v) as compiled.
+SHORT_KEYS = 256
+BIASED: dict[tuple[int, int], BiasTiles] = {
+    (64, 64): BiasTiles(
+        short=HopperTile(3, 64, False, 4),
+        alone=HopperTile(2, 128, num_stages=3, stage_out=False),
+        few=HopperTile(1, 128, False, 3),
+        few_beside=HopperTile(1, 64, False, 6),
+        beside=HopperTile(2, 128, stage_out=False),
+        several=HopperTile(2, 128, False, stage_out=False),
+    ),
+    (96, 96): BiasTiles(
+        short=HopperTile(3, 64, num_stages=3),
+        alone=HopperTile(2, 128),
+        few=HopperTile(1, 128, False, 2),
+        few_beside=HopperTile(1, 64, False, 4),
+        beside=HopperTile(2, 128, False),
+        several=HopperTile(2, 64, num_stages=4),
+    ),
+    (128, 128): BiasTiles(
+        short=HopperTile(3, 64, num_stages=3),
+        alone=HopperTile(2, 128),
+        few=HopperTile(1, 128, False, 2),
+        few_beside=HopperTile(1, 64, False, 4),
+        beside=HopperTile(2, 128, False),
+        several=HopperTile(2, 64, num_stages=4),
+    ),
+    (192, 128): BiasTiles(
+        short=HopperTile(2, 64, num_stages=3),
+        alone=HopperTile(2, 64, num_stages=3),
+        beside=HopperTile(2, 64, num_stages=3),
+        several=HopperTile(2, 64, num_stages=3),
+    ),
+    (192, 192): BiasTiles(
+        short=HopperTile(2, 64),
+        alone=HopperTile(2, 64),
+        few=HopperTile(1, 64, False, 3),
+    ),
+    (256, 256): BiasTiles(
+        short=HopperTile(2, 64),
+        alone=HopperTile(2, 64),
+        few=HopperTile(1, 64, False, 2),
+    ),
+}
+
 # By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
 # alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with

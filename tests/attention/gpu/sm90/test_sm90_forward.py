@@ -270,6 +270,44 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds, seqlen):
             assert ("KEY_BIAS", "1") not in config.variant.defines
 
 
+# --- tiles of a bias ------------------------------------------------------------------
+
+
+OTHER_OPTIONS = (
+    {}, {"right": 0}, {"left": 100, "right": 0}, {"mask": "bool"}, {"softcap": 3.0},
+    {"key_lengths": "int32"}, {"mask": "bool", "alibi_slopes": "float32"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seqlen_q", [8, 64, 65, 4096])
+@pytest.mark.parametrize("seqlen_k", [8, 4096])
+@pytest.mark.parametrize("options", OTHER_OPTIONS)
+@pytest.mark.parametrize("head_dim", ROW.dims)
+def test_tiles_of_a_bias_fit(head_dim, options, seqlen_k, seqlen_q):
+    asked = problem(head_dim=head_dim, bias="bfloat16", terms="tiles", **options)
+    asked = dataclasses.replace(asked, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    is_alone = options.keys() <= {"left", "right"}
+    assert ROW.has_bias_tiles(asked) == (head_dim <= 128 or is_alone)
+    if ROW.has_bias_tiles(asked):
+        assert ROW.unsupported_reason(asked, HOPPER) is None
+        config, *_ = ROW.configs(asked, 1, HOPPER)
+        assert ("BIAS_TILES", "1") in config.variant.defines
+        tile = ROW.tile(asked, HOPPER)
+        assert tile.block_n % 64 == 0
+        assert tile.block_m <= 256  # rows of a box
+        assert config.variant.smem + 1024 <= HOPPER.smem_optin  # beside barriers
+
+
+@pytest.mark.parametrize(
+    "changed", [{"bias": "float32"}, {"terms": "unit"}, {"terms": "any"}]
+)
+def test_threads_read_any_other_bias(changed):
+    asked = problem(bias="float16", terms="tiles")
+    assert ROW.has_bias_tiles(asked)
+    assert not ROW.has_bias_tiles(dataclasses.replace(asked, **changed))
+    assert not ROW.has_bias_tiles(problem(mask="bool", terms="tiles"))
+
+
 # --- out through shared memory -------------------------------------------------------
 
 
@@ -536,9 +574,9 @@ KINDS = {
 }
 
 
-def options_of(kind, rng, q_shape, k_shape):
-    """The options of a kind, with arrays for these shapes."""
-    options = dict(KINDS.get(kind, {}))
+def options_of(kind, rng, q_shape, k_shape, **more):
+    """The options of a kind, and more, with arrays for these shapes."""
+    options = {**KINDS.get(kind, {}), **more}
     batch, heads, seqlen_q, _ = q_shape
     shapes = {
         "dense": (heads, seqlen_q, k_shape[2]),
@@ -709,6 +747,89 @@ def test_mask_bits_of_any_strides(cupy, rng, head_dim, options, name):
     error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
     assert error <= 2.0**-23 * (2 * size + 16 + np.abs(exact_lse[finite]).max())
     assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
+
+
+# Memory of a bias over (2, 6, queries, keys), the view that is passed, and whether TMA
+# can read it.
+BIASES = {
+    "own": ((2, 6, 500, 704), lambda x: x, True),
+    "of heads": ((1, 6, 500, 704), lambda x: x, True),
+    "of entries": ((2, 1, 500, 704), lambda x: x, True),
+    "shared": ((500, 704), lambda x: x, True),
+    "part": ((6, 510, 720), lambda x: x[:, 4:504, 8:712], True),
+    "between": ((6, 510, 720), lambda x: x[:, 4:504, 4:708], False),
+    "short rows": ((6, 500, 710), lambda x: x[:, :, :704], False),
+    "reversed": ((500, 704), lambda x: x[::-1], False),
+    "steps": ((500, 1408), lambda x: x[:, ::2], False),
+    "transposed": ((2, 1, 704, 500), lambda x: x.swapaxes(-1, -2), False),
+}
+BIASED_OPTIONS = (
+    {}, {"causal": True}, {"window": (200, 10)}, {"key_lengths": (650, 3)},
+    {"softcap": 5.0}, {"alibi_slopes": 0.01, "mask": "dense"},
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("options", BIASED_OPTIONS)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "float16"), (64, "bfloat16"), (128, "bfloat16")]
+)
+@pytest.mark.parametrize("seqlen_q", [30, 500])
+def test_a_bias_of_any_strides(
+    cupy, rng, monkeypatch, head_dim, dtype, options, name, seqlen_q
+):
+    shape, view, mapped = BIASES[name]
+    memory = rng.normal(size=shape)
+    memory[rng.random(shape) < 0.05] = -np.inf
+    memory = memory.astype(dtype_of(dtype))
+    there = view(place(cupy, memory))[..., :seqlen_q, :]
+    bias = view(memory)[..., :seqlen_q, :]
+    q, k, v = (
+        rng.normal(size=(2, 6, n, head_dim)).astype(dtype_of(dtype))
+        for n in (seqlen_q, 704, 704)
+    )
+    options = options_of("", rng, q.shape, k.shape, **options)
+    given = placed(cupy, options)
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    kinds = []
+
+    def recorded(row, problem):
+        kinds.append(problem.terms)
+        return has_bias_tiles(row, problem)
+
+    has_bias_tiles = HopperKernel.has_bias_tiles
+    monkeypatch.setattr(HopperKernel, "has_bias_tiles", recorded)
+    out, lse = cupyflash.attention(*arrays, bias=there, **given, return_lse=True)
+    assert {x == "tiles" for x in kinds} == {mapped}
+    exact, exact_lse, size = oracle.attention(
+        q, k, v, real=np.float64, bias=bias, **options
+    )
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + np.abs(exact_lse[finite]).max())
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_plan_knows_where_a_bias_starts(cupy, rng, first):
+    """TMA reads one that starts at a multiple of 16 bytes, and no other."""
+    q, k, v = (
+        place(cupy, rng.normal(size=(1, 2, n, 64)).astype("f2"))
+        for n in (100, 200, 200)
+    )
+    memory = rng.normal(size=100 * 208 + 8).astype("f2")
+    there = place(cupy, memory)
+    for start in (first, 4 - first, first):
+        bias = memory[start : start + 100 * 208].reshape(100, 208)[:, :200]
+        of_call = there[start : start + 100 * 208].reshape(100, 208)[:, :200]
+        out = cupyflash.attention(q, k, v, bias=of_call)
+        exact, *_ = oracle.attention(
+            *(to_host(x) for x in (q, k, v)), real=np.float64, bias=bias
+        )
+        bound = BOUNDS["attention"]["float16"] * np.abs(exact).max()
+        assert max_error(out, exact) <= bound
 
 
 @pytest.mark.gpu

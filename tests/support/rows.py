@@ -131,6 +131,9 @@ ATTENTION_SHAPES = {
     "short": ((35, 4, 40, 64), (35, 4, 40, 64), (35, 4, 40, 64)),
     "short options": ((35, 8, 21, 64), (35, 4, 60, 64), (35, 4, 60, 64)),
     "short odd": ((140, 2, 33, 33), (140, 1, 17, 33), (140, 1, 17, 90)),
+    # Few queries with keys of their own.
+    "few queries": ((133, 2, 1, 64), (133, 2, 100, 64), (133, 2, 100, 64)),
+    "few options": ((133, 2, 3, 32), (133, 2, 41, 32), (133, 2, 41, 48)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
@@ -153,6 +156,8 @@ _DTYPES_OF_KIND = {
     "short": ("float16", "bfloat16", "float32", "tf32"),
     "short options": ("bfloat16", "float32"),
     "short odd": ("float16", "float32"),
+    "few queries": ("float16", "bfloat16", "float32"),
+    "few options": ("bfloat16", "float32"),
 }
 _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
@@ -165,6 +170,8 @@ _VJP_DTYPES_OF_KIND = {
     "short": ("float16", "bfloat16", "float32"),
     "short options": ("bfloat16", "float32"),
     "short odd": ("float16", "float32"),
+    "few queries": ("float16", "bfloat16", "float32"),
+    "few options": ("bfloat16", "float32"),
 }
 
 
@@ -212,7 +219,7 @@ def options_of(kind, shapes, rng, dtype, naive=False):
     if kind == "empty parts":
         lengths = np.array([0, 70, shapes[1][-2]], np.int32)
         return {"key_lengths": lengths}, {"window": (300, 5)}
-    if kind not in ("options", "wider options", "short options"):
+    if kind not in ("options", "wider options", "short options", "few options"):
         return {}, {"causal": True} if kind in ("odd", "short odd") else {}
     (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes
     size = 0.3 if naive else 1.0
@@ -231,7 +238,7 @@ def options_of(kind, shapes, rng, dtype, naive=False):
 
 def makes_gradients(kind):
     """Whether gradients of options are asked for, which not all rows make."""
-    return kind != "short options"
+    return kind not in ("short options", "few options")
 
 
 def _lengths(batch, lengths):

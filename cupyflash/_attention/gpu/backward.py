@@ -8,7 +8,7 @@ import cupy
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.functions import described
 from cupyflash._attention.gpu import copies as _copies
-from cupyflash._attention.gpu import diagonals, gradient_copies, gradient_layout
+from cupyflash._attention.gpu import diagonals, gradient_copies, gradient_layout, views
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
@@ -26,6 +26,8 @@ from cupyflash._attention.gpu.simt.backward import VjpKernel
 from cupyflash._attention.gpu.simt.backward_dscore import results as dscore_results
 from cupyflash._attention.gpu.simt.backward_dscore import with_dscore
 from cupyflash._attention.gpu.simt.backward_plan import portable_steps
+from cupyflash._attention.gpu.simt.gemv_backward import GemvVjpKernel
+from cupyflash._attention.gpu.simt.gemv_backward_plan import gemv_vjp_steps
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
@@ -49,6 +51,7 @@ _STEPS = {
     HopperVjpKernel: hopper_vjp_steps,
     HopperWideVjpKernel: hopper_wide_vjp_steps,
     MmaVjpKernel: mma_vjp_steps,
+    GemvVjpKernel: gemv_vjp_steps,
     MmaShortVjpKernel: short_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,
     TensorFloat64VjpKernel: tensor_float64_steps,
@@ -233,6 +236,10 @@ def _known(problem, operands):
     forward = replace(
         problem.forward,
         no_tensor_map=_no_tensor_map(problem, operands),
+        no_vectors=views.no_vectors(
+            q=operands.forward.q, k=operands.forward.k, v=operands.forward.v,
+            dout=operands.dout, out=operands.forward.out,
+        ),  # fmt: skip
         terms=_terms(problem.forward, operands.forward),
     )
     return replace(problem, forward=forward)

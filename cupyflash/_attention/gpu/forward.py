@@ -27,6 +27,7 @@ from cupyflash._attention.gpu.plan import (
 )
 from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
 from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
+from cupyflash._attention.gpu.simt.gemv_forward import GemvKernel
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
 from cupyflash._attention.gpu.sm80.short_forward import MmaShortKernel
@@ -45,6 +46,7 @@ _STEPS = {
     HopperKernel: hopper_steps,
     FusedKernel: fused_steps,
     MmaKernel: mma_steps,
+    GemvKernel: fused_steps,
     MmaShortKernel: fused_steps,
     HopperWideKernel: hopper_wide_steps,
     TensorFloat64Kernel: fused_steps,
@@ -225,6 +227,7 @@ def _known(problem, operands):
     known = replace(
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
+        no_vectors=_views.no_vectors(q=operands.q, k=operands.k, v=operands.v),
         heads_can_be_packed=_heads_can_be_packed(problem, operands),
         terms=_terms(problem, operands),
     )

@@ -58,3 +58,21 @@ def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any
         mask=fold(operands.mask),
         sinks=sinks,
     )
+
+
+_VECTOR_BYTES = 16
+
+
+def no_vectors(**arrays: Any) -> str | None:
+    """Why rows of these arrays do not all start at whole 16-byte vectors, or None."""
+    for name, x in arrays.items():
+        past = x.data.ptr % _VECTOR_BYTES
+        if past:
+            return f"{name} starts {past} bytes past a multiple of {_VECTOR_BYTES}"
+        for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True):
+            if n > 1 and step % _VECTOR_BYTES:
+                return (
+                    f"{name} has a stride of {step} bytes, not a multiple of "
+                    f"{_VECTOR_BYTES}"
+                )
+    return None

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: MIT
+// Shared by the kernels for few queries: products of a matrix and a vector on CUDA
+// cores, which memory bounds.
+//
+// kLanes lanes of a warp share a key. A lane has the same columns of each row: kParts
+// vectors of kVector neighbours, kLanes vectors apart, so that a warp reads whole rows.
+// A warp takes kSpan keys at a time, and all of them are loaded before the first is
+// used; the warps of an entry take turns.
+#pragma once
+
+#include "attention/score/score.cuh"
+#include "common/reduce.cuh"
+#include "common/vector.cuh"
+
+#if !defined(QUERIES) || !defined(LANES) || !defined(VECTOR) || !defined(PARTS_K) || \
+    !defined(PARTS_V) || !defined(UNROLL) || !defined(WARPS) || !defined(ENTRIES) || \
+    !defined(MIN_BLOCKS)
+#error "QUERIES, LANES, VECTOR, PARTS_K, PARTS_V, UNROLL, WARPS, ENTRIES, MIN_BLOCKS"
+#endif
+constexpr int kQueries = QUERIES;  // of an entry, at most
+constexpr int kLanes = LANES, kVector = VECTOR;
+constexpr int kPartsK = PARTS_K, kPartsV = PARTS_V;  // of a row of k, of v
+constexpr int kUnroll = UNROLL;
+constexpr int kWarps = WARPS;      // of an entry
+constexpr int kEntries = ENTRIES;  // of a block
+constexpr int kMinBlocks = MIN_BLOCKS;
+constexpr int kKeys = kWarpSize / kLanes;  // that a warp reads at once
+constexpr int kSpan = kKeys * kUnroll;
+static_assert(kWarpSize * kWarps * kEntries == kNumThreads);
+static_assert(kWarps == 1 || kEntries == 1);
+
+template <int kParts> using columns_t = float[kParts * kVector];
+
+// The index of this thread's lane among those of its key, and of that key in the warp.
+__device__ __forceinline__ int lane_of_key() { return threadIdx.x % kLanes; }
+__device__ __forceinline__ int key_of_warp() {
+  return threadIdx.x % kWarpSize / kLanes;
+}
+__device__ __forceinline__ int warp_of_entry() {
+  return threadIdx.x / kWarpSize % kWarps;
+}
+__device__ __forceinline__ int column(int part) {
+  return (part * kLanes + lane_of_key()) * kVector;
+}
+
+// --- rows in memory ------------------------------------------------------------------
+
+// Rows of an array of an entry; they start at whole vectors, and end there.
+template <typename T> struct matrix_t {
+  T* x;
+  index_t row;  // stride
+  int dim;
+
+  __device__ __forceinline__ matrix_t(T* x, index_t row, index_t dim)
+      : x(x), row(row), dim(static_cast<int>(dim)) {}
+};
+
+// This lane's part of a row, as it is in memory; zeros from `dim` on.
+template <int kParts> struct row_t {
+  vector_t<elem_t, kVector> parts[kParts];
+
+  __device__ __forceinline__ void load(const matrix_t<const elem_t>& from, int i,
+                                       bool exists) {
+    const elem_t* const x = from.x + index_t(i) * from.row;
+#pragma unroll
+    for (int n = 0; n < kParts; ++n) {
+      parts[n].word = {};
+      if (exists && column(n) < from.dim) {
+        parts[n] = load_vector<kVector>(x + column(n));
+      }
+    }
+  }
+  __device__ __forceinline__ void unpack(columns_t<kParts>& x) const {
+#pragma unroll
+    for (int c = 0; c < kParts * kVector; ++c) {
+      x[c] = element_as<float>(parts[c / kVector], c % kVector);
+    }
+  }
+};
+
+// A step of keys of a warp.
+struct keys_t {
+  row_t<kPartsK> k[kUnroll];
+  row_t<kPartsV> v[kUnroll];
+
+  // Keys first, first + kKeys and so on, of those below `last`; zeros beyond.
+  __device__ __forceinline__ void load_k(const matrix_t<const elem_t>& from, int first,
+                                         int last) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int key = first + u * kKeys;
+      k[u].load(from, key, key < last);
+    }
+  }
+  __device__ __forceinline__ void load(const matrix_t<const elem_t>& from_k,
+                                       const matrix_t<const elem_t>& from_v, int first,
+                                       int last) {
+    load_k(from_k, first, last);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int key = first + u * kKeys;
+      v[u].load(from_v, key, key < last);
+    }
+  }
+};
+
+// Stores this lane's part of row i, times `factor`.
+template <int kParts>
+__device__ __forceinline__ void store_row(const matrix_t<elem_t>& target, int i,
+                                          const columns_t<kParts>& sums, float factor) {
+  elem_t* const x = target.x + index_t(i) * target.row;
+#pragma unroll
+  for (int n = 0; n < kParts; ++n) {
+    float values[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) values[e] = sums[n * kVector + e] * factor;
+    if (column(n) < target.dim) {
+      store_vector(x + column(n), to_vector<elem_t, kVector>::of(values));
+    }
+  }
+}
+
+// --- sums ----------------------------------------------------------------------------
+
+__device__ __forceinline__ float add(float a, float b) { return a + b; }
+
+// x . y over the lanes of a key; each of them gets it.
+template <int kColumns>
+__device__ __forceinline__ float dot(const float (&x)[kColumns],
+                                     const float (&y)[kColumns]) {
+  float sum = x[0] * y[0];
+#pragma unroll
+  for (int c = 1; c < kColumns; ++c) sum = fmaf(x[c], y[c], sum);
+  return warp_reduce<kLanes>(sum, add);
+}
+
+// Combines the values that lanes of the same columns have for the keys of a warp.
+template <typename Combine>
+__device__ __forceinline__ float over_keys(float x, Combine combine) {
+#pragma unroll
+  for (int lanes = kLanes; lanes < kWarpSize; lanes *= 2) {
+    x = combine(x, shuffle_xor(x, lanes));
+  }
+  return x;
+}
+
+// exp(s - m), 16-bit results need fewer digits. A hidden key has weight -0, as in
+// weight() of score.cuh.
+__device__ __forceinline__ float weight_of(float s, float m) {
+  const float p = sizeof(elem_t) == 4 ? exp_of(s - m) : exp_fast(s - m);
+  return s == -infinity<float>() ? -0.f : p;
+}
+
+// Columns of each query, and a number of it, from each warp of an entry.
+template <int kParts> struct of_warps_t {
+  float columns[kWarps][kQueries][kParts * kVector * kLanes];
+  float number[2][kWarps][kQueries];
+
+  __device__ __forceinline__ float& at(int warp, int query, int c) {
+    return columns[warp][query][column(c / kVector) + c % kVector];
+  }
+  __device__ __forceinline__ float sum_of_numbers(int query) const {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += number[0][warp][query];
+    return sum;
+  }
+};

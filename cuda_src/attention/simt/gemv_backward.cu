@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_gemv: all gradients of many entries with few queries each, in one
+// launch.
+//
+// Algorithm  delta = sum(dO * out) - dlse of each query, then for kSpan keys at a time
+//            of a warp
+//                s = score(q k^T),  p = exp(s - lse),  dp = dO v^T
+//                ds = p (dp - delta),  dbias = ds,  then ds *= score'(q k^T)
+//                dv = sum p dO,  dk = scale sum ds q    over the queries
+//                dq += scale ds k
+// Grid       1-D, one entry per kWarps warps; several in a block if kWarps is 1
+// Tiles      q, dO, dq   columns of each query   registers, in float32
+//            k, v        kSpan keys per warp     registers, as in memory
+//            dq of the warps                     shared, once at the end
+// Memory     global: each array once; in float32 k twice, from L1 or L2
+// Numbers    all in float32. Where elem_t is float32, a pass over the keys computes lse
+//            from these scores: it is used if it equals the given one up to rounding,
+//            so that p sums to 1. The same bits in every run
+// Limits     kQueries queries, head_dim up to kPartsK vectors of kLanes lanes,
+//            head_dim_v up to kPartsV. Each query head has keys of its own
+#include "attention/simt/gemv.cuh"
+
+// GEMV_GRADS of _attention/gpu/simt/gemv.py is the same struct on the host.
+struct gemv_grads_t {
+  operand_t dout, lse, dlse, dq, dk, dv, dbias;
+};
+
+constexpr bool kOwnLse = sizeof(elem_t) == 4;
+constexpr bool kIsTf32 = IS_GIVEN(TF32);  // so lse is that of rounded scores
+
+// sums += weight x. Numbers of x that are not finite count in scores, not here:
+// `weight` already is what they made of it. `finite` says that x has none.
+template <int kColumns>
+__device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight,
+                                           const float (&x)[kColumns], bool finite) {
+  if (finite) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
+  } else {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      sums[c] = fmaf(weight, is_finite(x[c]) ? x[c] : 0.f, sums[c]);
+    }
+  }
+}
+
+// A query in registers.
+struct query_t {
+  columns_t<kPartsK> q, dq;
+  columns_t<kPartsV> dout;
+  float lse, delta;
+};
+
+// The arrays of an entry.
+struct entry_t {
+  matrix_t<const elem_t> q, k, v, dout, out;
+  matrix_t<elem_t> dq, dk, dv;
+  int seqlen_q, seqlen_k;
+};
+
+// Loads query i, and computes delta. A warp has all of it in the lanes of each key.
+__device__ __forceinline__ void load_query(query_t& query, const entry_t& entry, int i,
+                                           const float* lse, const float* dlse) {
+  const bool exists = i < entry.seqlen_q;
+  row_t<kPartsK> q;
+  row_t<kPartsV> dout, out;
+  q.load(entry.q, i, exists);
+  dout.load(entry.dout, i, exists);
+  out.load(entry.out, i, exists);
+  query.lse = exists ? *lse : 0.f;
+  query.delta = exists && dlse != nullptr ? -*dlse : 0.f;
+  q.unpack(query.q);
+  dout.unpack(query.dout);
+  columns_t<kPartsV> o;
+  out.unpack(o);
+  float sum = 0;
+#pragma unroll
+  for (int c = 0; c < kPartsV * kVector; ++c) {
+    if (o[c] != 0) sum = fmaf(query.dout[c], o[c], sum);  // even if dO is NaN
+  }
+#pragma unroll
+  for (int c = 0; c < kPartsK * kVector; ++c) query.dq[c] = 0;
+  query.delta += warp_reduce<kLanes>(sum, add);
+}
+
+// Adds the weights of a step of keys to `totals`, one per query.
+__device__ __forceinline__ void add_weights(float (&totals)[kQueries],
+                                            const keys_t& keys, int first,
+                                            const query_t (&queries)[kQueries],
+                                            const entry_t& entry,
+                                            const scores_t& scores,
+                                            const mask_bounds_t& bounds) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int key = first + u * kKeys;
+    columns_t<kPartsK> k;
+    keys.k[u].unpack(k);
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      const query_t& query = queries[i];
+      const float s = dot(query.q, k);
+      if (bounds.sees(i, key)) {
+        totals[i] += exp_diff(scores(s, i, key), query.lse);
+      }
+    }
+  }
+}
+
+// Replaces each lse by that of these scores unless it covers keys of other calls;
+// `total` is sum exp(s - lse).
+__device__ __forceinline__ void correct(float& lse, float total, float sink) {
+  constexpr float kUnit = kIsTf32 ? 0x1p-11f : 0x1p-20f;
+  const float own = lse + log_of(total + exp_diff(sink, lse));
+  if (fabsf(own - lse) <= kUnit * fmaxf(1.f, fabsf(lse))) lse = own;
+}
+
+// Stores the gradients of a step of keys, and adds to those of the queries.
+template <typename Dbias>
+__device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
+                                              const keys_t& keys, int first,
+                                              const entry_t& entry, float scale,
+                                              const scores_t& scores,
+                                              const mask_bounds_t& bounds,
+                                              Dbias store_dbias) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    const int key = first + u * kKeys;
+    columns_t<kPartsK> k, dk = {};
+    columns_t<kPartsV> v, dv = {};
+    keys.k[u].unpack(k);
+    keys.v[u].unpack(v);
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      query_t& query = queries[i];
+      const float qk = dot(query.q, k), dp = dot(query.dout, v);
+      float derivative = 1;
+      const float s = bounds.sees(i, key)
+                          ? scores.with_derivative(qk, i, key, derivative)
+                          : -infinity<float>();
+      const float p = weight_of(s, query.lse);
+      float ds = is_unseen(p) ? 0.f : p * (dp - query.delta);
+      store_dbias(i, key, ds);
+      if (is_unseen(p)) continue;
+      if constexpr (kHasDerivative) ds *= derivative;
+      // Then no factor of these products is infinite or NaN.
+      const bool finite = is_finite(qk), finite_v = is_finite(dp);
+      add_scaled(query.dq, ds, k, finite);
+      add_scaled(dk, ds, query.q, finite);
+      add_scaled(dv, p, query.dout, finite_v);
+    }
+    if (key < entry.seqlen_k) {
+      store_row<kPartsK>(entry.dk, key, dk, scale);
+      store_row<kPartsV>(entry.dv, key, dv, 1);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_gemv(QKV_PARAMETERS,
+                       const elem_t* __restrict__ dout,  // (batch, heads, queries, ..)
+                       const elem_t* __restrict__ out,   // as dout
+                       const float* __restrict__ lse,    // (batch, heads, queries)
+                       const float* __restrict__ dlse,   // as lse, or null
+                       elem_t* __restrict__ dq,          // as q
+                       elem_t* __restrict__ dk,          // as k
+                       elem_t* __restrict__ dv,          // as v
+                       bias_t* __restrict__ dbias,       // as scores, or null
+                       SCORE_PARAMETERS, const __grid_constant__ gemv_grads_t grads) {
+  const int warp = warp_of_entry();
+  const tile_coord_t at(params,
+                        block_index() * kEntries + threadIdx.x / (kWarpSize * kWarps));
+  if (!at.exists) return;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const index_t dim = params.head_dim, dim_v = params.head_dim_v;
+  const entry_t entry = {{at.at(q, params.q), params.q.row, dim},
+                         {at.at_kv(k, params.k), params.k.row, dim},
+                         {at.at_kv(v, params.v), params.v.row, dim_v},
+                         {at.at(dout, grads.dout), grads.dout.row, dim_v},
+                         {at.at(out, params.out), params.out.row, dim_v},
+                         {at.at(dq, grads.dq), grads.dq.row, dim},
+                         {at.at_kv(dk, grads.dk), grads.dk.row, dim},
+                         {at.at_kv(dv, grads.dv), grads.dv.row, dim_v},
+                         static_cast<int>(params.seqlen_q),
+                         static_cast<int>(params.seqlen_k)};
+  const mask_bounds_t bounds = scores.mask_bounds(0, 0);
+  const int last = static_cast<int>(scores.keys_of(0, entry.seqlen_q).last);
+  constexpr int kStep = kWarps * kSpan;
+  const int begin = warp * kSpan + key_of_warp();
+
+  // Neither the loop over the keys nor what it shares may depend on a lane.
+  auto has_keys = [&](int first) { return first - key_of_warp() < params.seqlen_k; };
+  keys_t keys;
+  keys.load(entry.k, entry.v, begin, last);
+  query_t queries[kQueries];
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+    load_query(
+        queries[i], entry, i, at.at(lse, grads.lse) + i * grads.lse.row,
+        dlse == nullptr ? nullptr : at.at(dlse, grads.dlse) + i * grads.dlse.row);
+  }
+  __shared__ of_warps_t<kPartsK> shared;
+  if constexpr (kOwnLse) {
+    float totals[kQueries] = {};
+    add_weights(totals, keys, begin, queries, entry, scores, bounds);
+#pragma unroll 1
+    for (int first = begin + kStep; has_keys(first); first += kStep) {
+      keys_t next;
+      next.load_k(entry.k, first, last);
+      add_weights(totals, next, first, queries, entry, scores, bounds);
+    }
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      totals[i] = over_keys(totals[i], add);
+      if constexpr (kWarps > 1) shared.number[0][warp][i] = totals[i];
+    }
+    if constexpr (kWarps > 1) __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      if constexpr (kWarps > 1) totals[i] = shared.sum_of_numbers(i);
+      correct(queries[i].lse, totals[i], scores.sink(i));
+    }
+  }
+  auto store_dbias = [&](int i, int key, float ds) {
+    if constexpr (kHasBias) {
+      const bool exists = i < entry.seqlen_q && key < entry.seqlen_k;
+      if (dbias != nullptr && exists && lane_of_key() == 0) {
+        at.at(dbias, grads.dbias)[i * grads.dbias.row + key * grads.dbias.col] =
+            to<bias_t>(ds);
+      }
+    }
+  };
+  const float scale = static_cast<float>(params.scale);
+  int first = begin;
+#pragma unroll 1
+  while (has_keys(first)) {
+    add_gradients(queries, keys, first, entry, scale, scores, bounds, store_dbias);
+    first += kStep;
+    if (has_keys(first)) keys.load(entry.k, entry.v, first, last);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+#pragma unroll
+    for (int c = 0; c < kPartsK * kVector; ++c) {
+      float& sum = queries[i].dq[c];
+      sum = over_keys(sum, add);
+      if (kWarps > 1 && key_of_warp() == 0) shared.at(warp, i, c) = sum;
+    }
+    if (kWarps == 1 && i < entry.seqlen_q && key_of_warp() == 0) {
+      store_row<kPartsK>(entry.dq, i, queries[i].dq, scale);
+    }
+  }
+  if constexpr (kWarps > 1) {
+    __syncthreads();
+#pragma unroll 1
+    for (int i = warp; i < entry.seqlen_q; i += kWarps) {
+      columns_t<kPartsK> sums = {};
+#pragma unroll
+      for (int c = 0; c < kPartsK * kVector; ++c) {
+#pragma unroll
+        for (int from = 0; from < kWarps; ++from) sums[c] += shared.at(from, i, c);
+      }
+      if (key_of_warp() == 0) store_row<kPartsK>(entry.dq, i, sums, scale);
+    }
+  }
+}

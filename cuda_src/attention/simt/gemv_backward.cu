@@ -28,19 +28,21 @@ struct gemv_grads_t {
 constexpr bool kOwnLse = sizeof(elem_t) == 4;
 constexpr bool kIsTf32 = IS_GIVEN(TF32);  // so lse is that of rounded scores
 
-// sums += weight x. Numbers of x that are not finite count in scores, not here:
-// `weight` already is what they made of it. `finite` says that x has none.
+// sums += weight x.
 template <int kColumns>
 __device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight,
-                                           const float (&x)[kColumns], bool finite) {
-  if (finite) {
+                                           const float (&x)[kColumns]) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
-  } else {
+  for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
+}
+// The same without numbers that are not finite: they count in scores alone, and dS
+// already is what they made of it.
+template <int kColumns>
+__device__ __forceinline__ void add_finite(float (&sums)[kColumns], float weight,
+                                           const float (&x)[kColumns]) {
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      sums[c] = fmaf(weight, is_finite(x[c]) ? x[c] : 0.f, sums[c]);
-    }
+  for (int c = 0; c < kColumns; ++c) {
+    sums[c] = fmaf(weight, is_finite(x[c]) ? x[c] : 0.f, sums[c]);
   }
 }
 
@@ -142,11 +144,14 @@ __device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
       store_dbias(i, key, ds);
       if (is_unseen(p)) continue;
       if constexpr (kHasDerivative) ds *= derivative;
-      // Then no factor of these products is infinite or NaN.
-      const bool finite = is_finite(qk), finite_v = is_finite(dp);
-      add_scaled(query.dq, ds, k, finite);
-      add_scaled(dk, ds, query.q, finite);
-      add_scaled(dv, p, query.dout, finite_v);
+      if (is_finite(qk)) {  // so are q and k
+        add_scaled(query.dq, ds, k);
+        add_scaled(dk, ds, query.q);
+      } else {
+        add_finite(query.dq, ds, k);
+        add_finite(dk, ds, query.q);
+      }
+      add_scaled(dv, p, query.dout);
     }
     if (key < entry.seqlen_k) {
       store_row<kPartsK>(entry.dk, key, dk, scale);

@@ -29,6 +29,8 @@ ROWS = [
     ("sm_75", "attention/online", "odd", "float32"),
     ("sm_75", "attention/safe", "odd", "float32"),
     ("sm_75", "attention_vjp/tiled", "odd", "float16"),
+    ("sm_75", "attention/gemv", "few queries", "float32"),
+    ("sm_75", "attention_vjp/gemv", "few queries", "float32"),
     ("sm_80", "attention/mma_short", "short", "bfloat16"),
     ("sm_80", "attention_vjp/mma_short", "short", "float16"),
     ("sm_80", "attention/mma", "odd", "float16"),

@@ -23,8 +23,9 @@ IN_ALL_FORMS = [
 LAWS = [
     case
     for row in rows.all_rows()
-    # It takes no few heads alone: tests/attention/gpu/sm80/test_sm80_short.py.
-    if row[1] != "mma_short"
+    # They take no few heads alone: sm80/test_sm80_short.py and simt/test_gemv.py of
+    # tests/attention/gpu/.
+    if row[1] not in ("gemv", "mma_short")
     for case in rows.one_of_each_dtype(rows.cases(*row))
 ]
 ids = str

@@ -17,7 +17,7 @@
     !defined(MIN_BLOCKS)
 #error "QUERIES, LANES, VECTOR, PARTS_K, PARTS_V, UNROLL, WARPS, ENTRIES, MIN_BLOCKS"
 #endif
-constexpr int kQueries = QUERIES;  // of an entry, at most
+constexpr int kQueries = QUERIES;  // of an entry
 constexpr int kLanes = LANES, kVector = VECTOR;
 constexpr int kPartsK = PARTS_K, kPartsV = PARTS_V;  // of a row of k, of v
 constexpr int kUnroll = UNROLL;
@@ -134,6 +134,13 @@ __device__ __forceinline__ float dot(const float (&x)[kColumns],
   return warp_reduce<kLanes>(sum, add);
 }
 
+// sums += weight x.
+template <int kColumns>
+__device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight,
+                                           const float (&x)[kColumns]) {
+#pragma unroll
+  for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
+}
 // Combines the values that lanes of the same columns have for the keys of a warp.
 template <typename Combine>
 __device__ __forceinline__ float over_keys(float x, Combine combine) {

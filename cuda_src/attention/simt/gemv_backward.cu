@@ -28,14 +28,7 @@ struct gemv_grads_t {
 constexpr bool kOwnLse = sizeof(elem_t) == 4;
 constexpr bool kIsTf32 = IS_GIVEN(TF32);  // so lse is that of rounded scores
 
-// sums += weight x.
-template <int kColumns>
-__device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight,
-                                           const float (&x)[kColumns]) {
-#pragma unroll
-  for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
-}
-// The same without numbers that are not finite: they count in scores alone, and dS
+// add_scaled() without numbers that are not finite: they count in scores alone, and dS
 // already is what they made of it.
 template <int kColumns>
 __device__ __forceinline__ void add_finite(float (&sums)[kColumns], float weight,
@@ -131,27 +124,37 @@ __device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
     columns_t<kPartsV> v, dv = {};
     keys.k[u].unpack(k);
     keys.v[u].unpack(v);
+    float p[kQueries], ds[kQueries];
+    bool all_finite = true;  // q, k, v and dO
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      query_t& query = queries[i];
+      const query_t& query = queries[i];
       const float qk = dot(query.q, k), dp = dot(query.dout, v);
+      all_finite &= is_finite(qk) && is_finite(dp);
       float derivative = 1;
       const float s = bounds.sees(i, key)
                           ? scores.with_derivative(qk, i, key, derivative)
                           : -infinity<float>();
-      const float p = weight_of(s, query.lse);
-      float ds = is_unseen(p) ? 0.f : p * (dp - query.delta);
-      store_dbias(i, key, ds);
-      if (is_unseen(p)) continue;
-      if constexpr (kHasDerivative) ds *= derivative;
-      if (is_finite(qk)) {  // so are q and k
-        add_scaled(query.dq, ds, k);
-        add_scaled(dk, ds, query.q);
-      } else {
-        add_finite(query.dq, ds, k);
-        add_finite(dk, ds, query.q);
+      p[i] = weight_of(s, query.lse);
+      ds[i] = is_unseen(p[i]) ? 0.f : p[i] * (dp - query.delta);
+      store_dbias(i, key, ds[i]);
+      if (kHasDerivative && !is_unseen(p[i])) ds[i] *= derivative;
+    }
+    if (all_finite) {
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        add_scaled(queries[i].dq, ds[i], k);
+        add_scaled(dk, ds[i], queries[i].q);
+        add_scaled(dv, p[i], queries[i].dout);
       }
-      add_scaled(dv, p, query.dout);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        if (is_unseen(p[i])) continue;
+        add_finite(queries[i].dq, ds[i], k);
+        add_finite(dk, ds[i], queries[i].q);
+        add_scaled(dv, p[i], queries[i].dout);
+      }
     }
     if (key < entry.seqlen_k) {
       store_row<kPartsK>(entry.dk, key, dk, scale);

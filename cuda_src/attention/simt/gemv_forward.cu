@@ -61,14 +61,20 @@ __device__ __forceinline__ void add_keys(state_t (&states)[kQueries],
   for (int u = 0; u < kUnroll; ++u) {
     columns_t<kPartsV> v;
     keys.v[u].unpack(v);
+    bool all_see = true;
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      const float p = weight_of(s[u][i], states[i].m);
-      states[i].l += p;
-      if (is_unseen(p)) continue;
+      s[u][i] = weight_of(s[u][i], states[i].m);
+      states[i].l += s[u][i];
+      all_see &= !is_unseen(s[u][i]);
+    }
+    if (all_see) {
 #pragma unroll
-      for (int c = 0; c < kPartsV * kVector; ++c) {
-        states[i].o[c] = fmaf(p, v[c], states[i].o[c]);
+      for (int i = 0; i < kQueries; ++i) add_scaled(states[i].o, s[u][i], v);
+    } else {  // v may hold anything
+#pragma unroll
+      for (int i = 0; i < kQueries; ++i) {
+        if (!is_unseen(s[u][i])) add_scaled(states[i].o, s[u][i], v);
       }
     }
   }

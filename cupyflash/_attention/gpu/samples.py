@@ -104,6 +104,7 @@ def representative():
         yield replace(tf32, bias="float32", mask="bool"), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
+    yield from _few()
     yield from _short()
     yield from _wide()
     yield from _long()
@@ -115,6 +116,22 @@ def _long():
     dims = (64, 128, 256, 512)
     for dtype, head_dim in itertools.product(("float32", "float64"), dims):
         yield replace(made_up(dtype, head_dim), **long), 1
+
+
+def _few():
+    """Many entries with few queries, and keys of their own."""
+    for dtype, (queries, keys, head_dim) in itertools.product(
+        ("float16", "bfloat16", "float32"),
+        ((1, 100, 64), (1, 300, 128), (1, 20, 256), (2, 100, 64), (4, 40, 32)),
+    ):
+        few = {"num_heads": 4096, "num_kv_heads": 4096}
+        few |= {"seqlen_q": queries, "seqlen_k": keys}
+        yield replace(made_up(dtype, head_dim), **few), 1
+        if (queries, head_dim) == (2, 64):
+            yield replace(made_up(dtype, head_dim), **few, **_ALL_OPTIONS), 2
+            yield replace(made_up(dtype, head_dim, right=0), **few), 1
+    tf32 = {"precision": "tf32", "num_heads": 4096, "num_kv_heads": 4096}
+    yield replace(made_up("float32"), seqlen_q=1, seqlen_k=100, **tf32), 1
 
 
 def _short():

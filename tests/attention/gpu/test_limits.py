@@ -239,6 +239,10 @@ def test_rows_take_what_is_just_below_a_limit_and_no_more(cupy):
 # For each row what kernels multiply, or add up, in 32 bits: where, the expression, and
 # its largest value for a problem that the row takes.
 FORWARD_PRODUCTS = {
+    "gemv": (
+        ("simt/gemv_forward.cu: first + kStep", lambda p, d: p.seqlen_k + 2 * 1024),
+        ("score/score.cuh: low <= col - row", lambda p, d: p.seqlen_k + 1024),
+    ),
     "mma_short": (
         ("sm80/short_forward.cu: group * tiles",
          lambda p, d: p.group_size * -(-p.seqlen_q // 16) + 4),
@@ -294,6 +298,9 @@ def _hopper(problem, device):
 
 
 VJP_PRODUCTS = {
+    "gemv": (
+        ("simt/gemv_backward.cu: first + kStep", lambda p: p.seqlen_k + 2 * 1024),
+    ),
     "mma_short": (
         ("sm80/short.cuh: bounds.high + row", lambda p: (1 << 30) + p.seqlen_q + 16),
     ),

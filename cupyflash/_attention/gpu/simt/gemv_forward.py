@@ -58,9 +58,9 @@ class Layout:
 def layout(problem: AttentionProblem) -> Layout:
     """The layout of a problem that `unsupported_reason` allows."""
     itemsize = ITEMSIZE[problem.dtype]
-    queries = power_of_two(problem.seqlen_q)
+    queries = problem.seqlen_q
     vector = _VECTOR_BYTES // itemsize
-    if queries * vector > _MOST_COLUMNS:  # more lanes, with less to hold
+    if queries > 2 and itemsize == 2:  # more lanes, with less to hold
         vector //= 2
     dims = problem.head_dim, problem.head_dim_v
     lanes = min(_WARP, power_of_two(max(dims) / vector))

@@ -1,0 +1,377 @@
+"""The row of few queries in both tables: what it takes, and its numbers."""
+
+import dataclasses
+
+import fuzz
+import numpy as np
+import pytest
+import vjp_laws
+from accuracy import dtype_of, to_host, wide
+from placing import FORMS, place
+from test_attention_vjp import OPTIONS, agree, gradients, inputs
+
+import cupyflash
+from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.simt import gemv_forward
+from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
+from cupyflash._attention.gpu.simt.gemv_forward import GEMV
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
+
+ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
+DTYPES = ("float16", "bfloat16", "float32")
+# (queries, keys, head_dim, head_dim_v)
+SIZES = (
+    (1, 100, 64, 64),
+    (1, 1, 8, 8),
+    (1, 33, 32, 32),
+    (2, 129, 64, 32),
+    (3, 40, 16, 64),
+    (5, 20, 40, 24),
+    (8, 65, 64, 64),
+    (1, 70, 256, 256),
+    (4, 9, 136, 256),
+)
+
+
+def problem(dtype="float16", head_dim=64, queries=1, keys=100, **options):
+    made = samples.made_up(dtype, head_dim)
+    few = {"num_heads": 2048, "num_kv_heads": 2048, "seqlen_q": queries}
+    return dataclasses.replace(made, **{**few, "seqlen_k": keys, **options})
+
+
+def gradient(forward, **options):
+    return AttentionVjpProblem(forward, (), (), (), **options)
+
+
+def device(arch="sm_90a"):
+    return _device.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 100, 64), (1, 40, 128)])
+def test_takes(arch, dtype, queries, keys, dim):
+    if (arch, dtype) == ("sm_75", "bfloat16"):
+        pytest.skip("bfloat16 needs sm_80")
+    asked = problem(dtype, dim, queries, keys)
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+    assert (row, refused) == (GEMV, ())
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
+    assert row is GEMV_VJP
+
+
+REFUSED = [
+    (problem("float64"), "sm_90a", "not float64"),
+    (problem("bfloat16"), "sm_75", "needs sm_80"),
+    (problem(queries=9), "sm_90a", "1 to 8 queries, not 9"),
+    (problem(queries=0), "sm_90a", "1 to 8 queries, not 0"),
+    (problem(keys=1 << 20), "sm_90a", "not 1048576"),
+    (problem(keys=0), "sm_90a", "not 0"),
+    (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
+    (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
+    (problem(head_dim=256, queries=8), "sm_90a", "too few registers for 8 queries"),
+    (problem(num_heads=100, num_kv_heads=100), "sm_90a", "multiprocessors, not 100"),
+    (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
+    (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
+    (problem(score="s * 2"), "sm_90a", "no score or mask function"),
+    (problem(no_vectors="q starts anywhere"), "sm_90a", "q starts anywhere"),
+]
+
+
+@pytest.mark.parametrize(("asked", "arch", "reason"), REFUSED)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    for row, x in ((GEMV, asked), (GEMV_VJP, gradient(asked))):
+        assert reason in row.unsupported_reason(x, device(arch))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (gradient(problem(), need_dsinks=True), "does not compute dsinks"),
+        (
+            gradient(problem(bias="float16"), need_dbias=True, bias_shape=(1, 100)),
+            "only if each score has a bias of its own",
+        ),
+        (
+            AttentionVjpProblem(problem(batch=(3,)), (2048, 1, 64), (), ()),
+            "q is shared by entries of the batch",
+        ),
+    ],
+)
+def test_gradients_are_left_to_the_next_row(asked, reason):
+    assert reason in GEMV_VJP.unsupported_reason(asked, device())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys", "dim", "dim_v"), SIZES)
+def test_threads_hold_all_columns(dtype, queries, keys, dim, dim_v):
+    asked = problem(dtype, dim, queries, keys, head_dim_v=dim_v)
+    for config in (*GEMV.configs(asked, 1, device()), GEMV_VJP.config(asked, 1)):
+        n = {n: int(x) for n, x in config.variant.defines if x.isdigit()}
+        assert n["QUERIES"] == queries
+        assert n["LANES"] * n["VECTOR"] * n["PARTS_K"] >= dim
+        assert n["LANES"] * n["VECTOR"] * n["PARTS_V"] >= dim_v
+        assert 32 % n["LANES"] == 0
+        assert n["NUM_THREADS"] == 32 * n["WARPS"] * n["ENTRIES"]
+        assert config.num_blocks * n["ENTRIES"] >= 2048
+        assert (n["WARPS"] == 1) or (n["ENTRIES"] == 1)
+        # What the warps of an entry share at the end fits without being asked for.
+        columns = max(n["PARTS_K"], n["PARTS_V"]) * n["VECTOR"] * n["LANES"]
+        assert n["WARPS"] * n["QUERIES"] * (4 * columns + 8) <= 48 << 10
+
+
+def test_vectors_that_rows_start_at():
+    pytest.importorskip("cupy")
+    from cupyflash._attention.gpu import views
+
+    class At:
+        def __init__(self, ptr, x):
+            self.shape, self.strides = x.shape, x.strides
+            self.data = type("data", (), {"ptr": ptr})
+
+    x = np.zeros((3, 2, 8), "float16")
+    assert views.no_vectors(q=At(256, x)) is None
+    assert views.no_vectors(q=At(258, x)) == "q starts 2 bytes past a multiple of 16"
+    assert "k has a stride of 36 bytes" in views.no_vectors(
+        k=At(0, np.zeros((3, 2, 9), "float16")[..., :8])
+    )
+    one = np.zeros((1, 9), "float16")[:, :8]  # no second row to start
+    assert views.no_vectors(v=At(0, one)) is None
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_go_where_their_arrays_have_them(layout):
+    """Strides of dq, dk, dv and dbias, against those of NumPy."""
+    pytest.importorskip("cupy")
+    from cupyflash._attention import vjp_problem
+    from cupyflash._attention.gpu.simt.gemv_backward import GEMV_GRADS
+    from cupyflash._attention.gpu.simt.gemv_backward_plan import gemv_vjp_steps
+
+    def array(rows, columns, dtype="float16"):
+        x = np.zeros((70, 20, 4, rows, columns), dtype)
+        return x if layout == "bhsd" else np.ascontiguousarray(x.swapaxes(-2, -3))
+
+    q, k, v = array(3, 64), array(30, 64), array(30, 48)
+    out, lse = array(3, 48), np.zeros((70, 20, 4, 3), "float32")
+    bias = np.zeros((70, 20, 4, 3, 30), "float16")
+    asked, operands = vjp_problem.attention_vjp(
+        out, q, k, v, out, lse, bias, None, None, False, None, None, 0.0, None, None,
+        None, None, layout, "float32", "auto", None, True, False, False,
+    )  # fmt: skip
+    assert GEMV_VJP.unsupported_reason(asked, device()) is None
+    steps = gemv_vjp_steps(GEMV_VJP, asked, operands, device())
+    ((_, arguments),) = steps.launches
+    dims = gradient_layout.layout(asked, operands).batch_dims
+    (fields,) = np.frombuffer(arguments[-1], GEMV_GRADS.dtype(kBatchDims=dims))
+    axes = (-3, -2) if layout == "bhsd" else (-2, -3)
+    for name, x in {"dq": q, "dk": k, "dv": v, "dbias": bias}.items():
+        of_head, of_row = (-3, -2) if name == "dbias" else axes
+        assert fields[name]["batch"][-1] == x.strides[1] // x.itemsize
+        assert fields[name]["head"] == x.strides[of_head] // x.itemsize
+        assert fields[name]["row"] == x.strides[of_row] // x.itemsize
+        assert fields[name]["col"] == 1
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_heads(monkeypatch):
+    """Let both rows take fewer heads than pay off, so that tests are small."""
+    from cupyflash._attention.gpu import backward, forward
+    from cupyflash._cuda import plan_cache
+
+    for module, name in (
+        (forward, "ATTENTION_KERNELS"),
+        (backward, "ATTENTION_VJP_KERNELS"),
+    ):
+        rows = [
+            dataclasses.replace(
+                row,
+                heads_per_sm=0,
+                most_keys=dict.fromkeys((2, 4), {gemv_forward.MOST_QUERIES: 4096}),
+            )
+            if row.name == "gemv"
+            else row
+            for row in getattr(module, name)
+        ]
+        monkeypatch.setattr(module, name, tuple(rows))
+        monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
+
+
+def check_both(cupy, rng, dtype, size, **options):
+    """The forward and the gradients of a problem that leads to this row."""
+    queries, keys, dim, dim_v = size
+    batch, heads = options.pop("batch", (5,)), (2, 2)
+    shapes = ((*batch, 2, queries, dim), (*batch, 2, keys, dim))
+    q, k, v, _ = inputs(rng, dtype, *shapes, dim_v)
+    arrays = {"q": q, "k": k, "v": v}
+    arrays |= {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
+    more = {
+        n: x for n, x in options.items() if n not in arrays and not n.startswith("need")
+    }
+    more |= {"method": "auto", "layout": "bhsd", "return_lse": True}
+    forms = dict.fromkeys(arrays, "plain")
+    asked = fuzz.Problem("attention", 0, None, "attention", arrays, forms, more)
+    asked.notes |= {"expanded": [], "scores": (*batch, 2, queries, keys)}
+    placed = {n: place(cupy, x) for n, x in arrays.items()}
+    vjp_laws.poison(cupy, q.shape)
+    fuzz.CHECKS["attention"](cupy, asked)
+    assert cupyflash.explain("attention", **placed, **more).kernel == "gemv"
+    return vjp_laws.check(
+        "gemv", cupy, rng, dtype, dims=(dim, dim_v), heads=heads, batch=batch,
+        seqlens=(queries, keys), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size(cupy, rng, few_heads, dtype, size):
+    check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_several_steps(cupy, rng, few_heads, dtype):
+    check_both(cupy, rng, dtype, (2, 1100, 32, 32), batch=(2,))
+
+
+SINGLE = (
+    "causal", "causal from the top", "offset", "window", "left window", "softcap",
+    "scale", "zero scale",
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options(cupy, rng, few_heads, dtype, name):
+    check_both(cupy, rng, dtype, (5, 37, 64, 64), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 6])
+def test_a_bias_for_each_score(cupy, rng, few_heads, dtype, queries):
+    """And its gradient; hidden scores, and those of padding, have none."""
+    q, k = (7, 2, queries, 32), (7, 2, 45, 32)
+    bias = rng.normal(size=(7, 2, queries, 45)).astype(dtype_of(dtype))
+    bias[rng.random(bias.shape) < 0.2] = -np.inf
+    lengths = np.array([45, 0, 3, 44, 45, 12, 30], np.int32)
+    arrays = inputs(rng, dtype, q, k)
+    options = {"bias": bias, "key_lengths": lengths, "need_dbias": True}
+    vjp_laws.poison(cupy, bias.shape)
+    grads = agree(cupy, *arrays, **options, softcap=4.0)
+    assert not to_host(grads.dbias)[1].astype(np.float32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_lse_and_what_flows_into_it(cupy, rng, few_heads, dtype):
+    """Of other keys besides: out and lse of a merge, each part by its own gradients."""
+    shape, keys = (9, 2, 3, 64), (9, 2, 24, 64)
+    q, k, v, dout = inputs(rng, dtype, shape, keys)
+    dlse = rng.normal(size=shape[:-1]).astype(np.float32)
+    agree(cupy, q, k, v, dout, dlse=dlse)
+    q, k, v, dout = (place(cupy, x) for x in (q, k, v, dout))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    size = {n: float(np.abs(wide(getattr(whole, n))).max()) for n in ("dq", "dk", "dv")}
+    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}[dtype]
+    dq = 0
+    for part in (slice(0, 11), slice(11, 24)):
+        k_part, v_part = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
+        got = cupyflash.attention_vjp(dout, q, k_part, v_part, out, lse)
+        dq = dq + wide(got.dq)
+        for name in ("dk", "dv"):
+            expected = wide(getattr(whole, name))[..., part, :]
+            error = np.abs(wide(getattr(got, name)) - expected).max()
+            assert error <= unit * size[name], name
+    assert np.abs(dq - wide(whole.dq)).max() <= unit * size["dq"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strides(cupy, rng, few_heads, dtype, form):
+    """Rows that do not start at vectors are left to other rows."""
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
+    arrays = inputs(rng, dtype, (6, 2, 4, 24), (6, 2, 18, 24))
+    agree(cupy, *arrays, forms=forms, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_out_of_the_caller_between_vectors(cupy, rng, few_heads, dtype):
+    q, k, v, _ = (
+        place(cupy, x) for x in inputs(rng, dtype, (9, 1, 3, 32), (9, 1, 20, 32))
+    )
+    expected = cupyflash.attention(q, k, v)
+    room = cupy.zeros((9, 1, 3, 71), q.dtype)
+    for out in (room[..., 1:33], room[..., 1:65:2]):
+        cupyflash.attention(q, k, v, out=out)
+        np.testing.assert_array_equal(to_host(out), to_host(expected))
+        assert not to_host(room)[..., 65:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
+    """Nor do heads; and the bits are the same in every run."""
+    q, k, v, dout = inputs(rng, dtype, (11, 2, 4, 64), (11, 2, 40, 64))
+    first = gradients(cupy, q, k, v, dout)
+    for x in (q, k, v, dout):
+        x[1:], x[0, 1] = x[1:][::-1].copy() * dtype_of(dtype).type(2), 0.5
+    again = gradients(cupy, q, k, v, dout)
+    for a, b in zip(first[:3], again[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a)[0, 0], to_host(b)[0, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_queries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
+    """A window shows each query other keys: their sums start where they always do."""
+    q, k, v, _ = inputs(rng, dtype, (3, 1, 8, 32), (3, 1, 700, 32))
+    options = {"window": (150, 0), "causal": True}
+    out = to_host(cupyflash.attention(*(place(cupy, x) for x in (q, k, v)), **options))
+    q[:, :, :7] = 3
+    again = cupyflash.attention(*(place(cupy, x) for x in (q, k, v)), **options)
+    np.testing.assert_array_equal(to_host(again)[:, :, 7], out[:, :, 7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_seen_never_leaks(cupy, rng, few_heads, dtype, bad):
+    """Behind lengths, and below the diagonal."""
+    q, k, v, dout = inputs(rng, dtype, (4, 2, 6, 32), (4, 2, 50, 32))
+    lengths = {
+        "query_lengths": np.array([6, 2, 5, 0]), "key_lengths": np.array([50, 50, 7, 9])
+    }  # fmt: skip
+    for entry, (rows, keys) in enumerate(zip(*lengths.values(), strict=True)):
+        q[entry, :, rows:], dout[entry, :, rows:] = bad, bad
+        k[entry, :, keys:], v[entry, :, keys:] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **lengths)
+    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
+    assert not to_host(grads.dk)[2, :, 7:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["q", "k", "dout"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinities_stay_where_they_are_seen(
+    cupy, rng, few_heads, dtype, name, bad
+):
+    arrays = inputs(rng, dtype, (4, 2, 3, 32), (4, 2, 20, 32))
+    x = dict(zip(("q", "k", "v", "dout"), arrays, strict=True))[name]
+    x[0, 0, 1, 3] = bad
+    agree(cupy, *arrays, causal=True)

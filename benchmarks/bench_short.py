@@ -2,10 +2,10 @@
 
     python benchmarks/bench_short.py --json benchmarks/results/short_h200.json
 
-Beside the row that is chosen, `mma_short`, stand the row that takes the call without
-it, forward and backward, and a copy that moves as many bytes as the arrays have which
-must be read or written: q, k, v and out; or q, k, v, dout, dq, dk and dv. Gradients are
-compared with float64 before they are timed.
+Beside the row that is chosen stand the row that takes the call without it ("before"),
+and a copy that moves as many bytes as the arrays have which must be read or written: q,
+k, v and out; or q, k, v, dout, dq, dk and dv. Gradients are compared with float64
+before they are timed.
 """
 
 from dataclasses import dataclass
@@ -49,6 +49,16 @@ CELLS = (
     Cell(1024, (16, 16), (64, 64), 128),
     Cell(512, (16, 16), (64, 64), 64, "float32"),
     Cell(1024, (16, 4), (40, 40), 64),
+    Cell(4096, (1, 1), (1, 100), 64, "bfloat16"),
+    Cell(4096, (1, 1), (2, 100), 64),
+    Cell(4096, (1, 1), (4, 100), 64),
+    Cell(4096, (1, 1), (2, 100), 64, "float32"),
+    Cell(4096, (1, 1), (4, 100), 64, "float32"),
+    Cell(4096, (1, 1), (1, 33), 64),
+    Cell(4096, (1, 1), (1, 300), 128),
+    Cell(1024, (1, 1), (1, 512), 32),
+    Cell(1024, (1, 1), (1, 512), 64, "float32"),
+    Cell(1024, (1, 1), (1, 4096), 32),
 )
 _TABLES = (
     (attention_gpu, "ATTENTION_KERNELS"),
@@ -56,10 +66,10 @@ _TABLES = (
 )
 
 
-def without_new_row(call):
-    """`call` by the rows but mma_short, with plans of their own."""
+def without(row, call):
+    """`call` by the other rows, with plans of their own."""
     changed = [
-        (module, name, tuple(r for r in getattr(module, name) if r.name != "mma_short"))
+        (module, name, tuple(r for r in getattr(module, name) if r.name != row))
         for module, name in _TABLES
     ]
     changed += [(module, "_plans", plan_cache.PlanCache()) for module, _ in _TABLES]
@@ -106,13 +116,17 @@ def measure(xp, cell, turns):
         *(x[-1, -1].astype("f8") for x in (dout, q, k, v))
     ).dq
     of_inputs = q.nbytes + k.nbytes + v.nbytes
-    for name, call, num_bytes in (
-        ("forward", forward, of_inputs + out.nbytes),
-        ("backward", gradients, 2 * of_inputs + dout.nbytes),
+    rows = (
+        cupyflash.explain("attention", q, k, v).kernel,
+        cupyflash.explain("attention_vjp", dout, q, k, v, out, lse).kernel,
+    )
+    for name, row_name, call, num_bytes in (
+        ("forward", rows[0], forward, of_inputs + out.nbytes),
+        ("backward", rows[1], gradients, 2 * of_inputs + dout.nbytes),
     ):
         calls = {
             "ours": call,
-            "before": without_new_row(call),
+            "before": without(row_name, call),
             "copy": copy_of(xp, num_bytes),
         }
         times = _measure.interleaved(calls, on_gpu=True, turns=turns)
@@ -121,6 +135,7 @@ def measure(xp, cell, turns):
         row = {
             "cell": cell.label,
             "direction": name,
+            "row": row_name,
             "ms": round(ours * 1e3, 4),
             "before, ms": round(before * 1e3, 4),
             "copy, ms": round(copy * 1e3, 4),

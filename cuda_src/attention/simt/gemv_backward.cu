@@ -50,20 +50,19 @@ struct query_t {
 struct entry_t {
   matrix_t<const elem_t> q, k, v, dout, out;
   matrix_t<elem_t> dq, dk, dv;
-  int seqlen_q, seqlen_k;
+  int seqlen_k;
 };
 
 // Loads query i, and computes delta. A warp has all of it in the lanes of each key.
 __device__ __forceinline__ void load_query(query_t& query, const entry_t& entry, int i,
                                            const float* lse, const float* dlse) {
-  const bool exists = i < entry.seqlen_q;
   row_t<kPartsK> q;
   row_t<kPartsV> dout, out;
-  q.load(entry.q, i, exists);
-  dout.load(entry.dout, i, exists);
-  out.load(entry.out, i, exists);
-  query.lse = exists ? *lse : 0.f;
-  query.delta = exists && dlse != nullptr ? -*dlse : 0.f;
+  q.load(entry.q, i, true);
+  dout.load(entry.dout, i, true);
+  out.load(entry.out, i, true);
+  query.lse = *lse;
+  query.delta = dlse == nullptr ? 0.f : -*dlse;
   q.unpack(query.q);
   dout.unpack(query.dout);
   columns_t<kPartsV> o;
@@ -188,17 +187,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                          {at.at(dq, grads.dq), grads.dq.row, dim},
                          {at.at_kv(dk, grads.dk), grads.dk.row, dim},
                          {at.at_kv(dv, grads.dv), grads.dv.row, dim_v},
-                         static_cast<int>(params.seqlen_q),
                          static_cast<int>(params.seqlen_k)};
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
-  const int last = static_cast<int>(scores.keys_of(0, entry.seqlen_q).last);
+  const int last = static_cast<int>(scores.keys_of(0, kQueries).last);
   constexpr int kStep = kWarps * kSpan;
-  const int begin = warp * kSpan + key_of_warp();
+  const int begin = warp * kSpan;
 
-  // Neither the loop over the keys nor what it shares may depend on a lane.
-  auto has_keys = [&](int first) { return first - key_of_warp() < params.seqlen_k; };
   keys_t keys;
-  keys.load(entry.k, entry.v, begin, last);
+  keys.load(entry.k, entry.v, begin + key_of_warp(), last);
   query_t queries[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
@@ -209,12 +205,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ of_warps_t<kPartsK> shared;
   if constexpr (kOwnLse) {
     float totals[kQueries] = {};
-    add_weights(totals, keys, begin, queries, entry, scores, bounds);
+    add_weights(totals, keys, begin + key_of_warp(), queries, entry, scores, bounds);
 #pragma unroll 1
-    for (int first = begin + kStep; has_keys(first); first += kStep) {
+    for (int first = begin + kStep; first < last; first += kStep) {
       keys_t next;
-      next.load_k(entry.k, first, last);
-      add_weights(totals, next, first, queries, entry, scores, bounds);
+      next.load_k(entry.k, first + key_of_warp(), last);
+      add_weights(totals, next, first + key_of_warp(), queries, entry, scores, bounds);
     }
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
@@ -230,8 +226,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   auto store_dbias = [&](int i, int key, float ds) {
     if constexpr (kHasBias) {
-      const bool exists = i < entry.seqlen_q && key < entry.seqlen_k;
-      if (dbias != nullptr && exists && lane_of_key() == 0) {
+      if (dbias != nullptr && key < entry.seqlen_k && lane_of_key() == 0) {
         at.at(dbias, grads.dbias)[i * grads.dbias.row + key * grads.dbias.col] =
             to<bias_t>(ds);
       }
@@ -240,10 +235,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const float scale = static_cast<float>(params.scale);
   int first = begin;
 #pragma unroll 1
-  while (has_keys(first)) {
-    add_gradients(queries, keys, first, entry, scale, scores, bounds, store_dbias);
+  while (first < entry.seqlen_k) {
+    add_gradients(queries, keys, first + key_of_warp(), entry, scale, scores, bounds,
+                  store_dbias);
     first += kStep;
-    if (has_keys(first)) keys.load(entry.k, entry.v, first, last);
+    if (first < entry.seqlen_k) {
+      keys.load(entry.k, entry.v, first + key_of_warp(), last);
+    }
   }
 
 #pragma unroll
@@ -254,14 +252,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       sum = over_keys(sum, add);
       if (kWarps > 1 && key_of_warp() == 0) shared.at(warp, i, c) = sum;
     }
-    if (kWarps == 1 && i < entry.seqlen_q && key_of_warp() == 0) {
+    if (kWarps == 1 && key_of_warp() == 0) {
       store_row<kPartsK>(entry.dq, i, queries[i].dq, scale);
     }
   }
   if constexpr (kWarps > 1) {
     __syncthreads();
 #pragma unroll 1
-    for (int i = warp; i < entry.seqlen_q; i += kWarps) {
+    for (int i = warp; i < kQueries; i += kWarps) {
       columns_t<kPartsK> sums = {};
 #pragma unroll
       for (int c = 0; c < kPartsK * kVector; ++c) {

@@ -136,10 +136,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const matrix_t<const elem_t> of_v(at.at_kv(v, params.v), params.v.row,
                                     params.head_dim_v);
   const matrix_t<const elem_t> of_q(at.at(q, params.q), params.q.row, params.head_dim);
-  const int seqlen_q = static_cast<int>(params.seqlen_q);
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
   constexpr int kStep = kWarps * kSpan;
-  const range_t range = scores.keys_of(0, seqlen_q);
+  const range_t range = scores.keys_of(0, kQueries);
   const int last = static_cast<int>(range.last);
   int first = static_cast<int>(range.first) / kStep * kStep + warp * kSpan;
 
@@ -150,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
     row_t<kPartsK> row;
-    row.load(of_q, i, i < seqlen_q);
+    row.load(of_q, i, true);
     row.unpack(q_rows[i]);
     states[i] = {-infinity<float>(), 0, {}};
   }
@@ -169,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                            is_aligned<elem_t, kVector>(of_out.x) &&
                            params.out.row % kVector == 0;
   auto finish = [&](int i, const state_t& state) {
-    if (i >= seqlen_q || key_of_warp() != 0) return;
+    if (key_of_warp() != 0) return;
     const finished_t finished = scores.finish(i, state.m, state.l);
     if (has_vectors) {
       store_row<kPartsV>(of_out, i, state.o, finished.inverse);
@@ -177,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       store_columns(of_out, i, params.out.col, state.o, finished.inverse);
     }
     if (lse != nullptr && lane_of_key() == 0) {
-      lse[at.row_of_heads * seqlen_q + i] = finished.lse;
+      lse[at.row_of_heads * kQueries + i] = finished.lse;
     }
   };
   if constexpr (kWarps == 1) {
@@ -197,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     __syncthreads();
 #pragma unroll 1
-    for (int i = warp; i < seqlen_q; i += kWarps) {
+    for (int i = warp; i < kQueries; i += kWarps) {
       state_t state;
       combine_warps(state, i, shared);
       finish(i, state);

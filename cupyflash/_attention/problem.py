@@ -63,7 +63,7 @@ class AttentionProblem:
     method: str = "auto"
     # Why TMA cannot read q, k and v; None if it can.
     no_tensor_map: str | None = None
-    # Why rows of q, k and v, and for gradients of dout and out, do not all start at whole
+    # Why rows of q, k and v (for gradients also dout and out) do not all start at whole
     # 16-byte vectors; None if they do.
     no_vectors: str | None = None
     # Whether a tensor map can treat the query heads of a group and the queries as two

@@ -237,9 +237,12 @@ def _known(problem, operands):
         problem.forward,
         no_tensor_map=_no_tensor_map(problem, operands),
         no_vectors=views.no_vectors(
-            q=operands.forward.q, k=operands.forward.k, v=operands.forward.v,
-            dout=operands.dout, out=operands.forward.out,
-        ),  # fmt: skip
+            q=operands.forward.q,
+            k=operands.forward.k,
+            v=operands.forward.v,
+            dout=operands.dout,
+            out=operands.forward.out,
+        ),
         terms=_terms(problem.forward, operands.forward),
     )
     return replace(problem, forward=forward)

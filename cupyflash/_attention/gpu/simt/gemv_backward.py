@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from cupyflash._attention.gpu.gradient_limits import shared_axes
 from cupyflash._attention.gpu.params import OPERAND
-from cupyflash._attention.gpu.simt import gemv_forward
-from cupyflash._attention.gpu.simt.gemv_forward import MOST_QUERIES, layout
+from cupyflash._attention.gpu.simt.gemv_forward import Tuning
 from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._core.dtypes import ITEMSIZE
-from cupyflash._cuda.kernel import LaunchConfig, by_threshold
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 GEMV_GRADS = Struct(
@@ -22,21 +21,13 @@ GEMV_GRADS = Struct(
 
 @dataclass(frozen=True, kw_only=True)
 class GemvVjpKernel(BackwardSpec):
-    """All gradients of few queries in one launch, by products with vectors.
+    """All gradients of few queries in one launch, by products with vectors."""
 
-    The fields are those of GemvKernel.
-    """
-
-    most_keys: dict[int, dict[float, int]]
-    heads_per_sm: float
-    registers: dict[float, int]
+    tuning: Tuning
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        keys = self.most_keys.get(ITEMSIZE[forward.dtype], {})
-        reason = gemv_forward.unsupported_reason(
-            forward, device, keys, self.heads_per_sm
-        )
+        reason = self.tuning.unsupported_reason(forward, device)
         if reason is not None:
             return reason
         for name in ("dsinks", "dscore"):
@@ -45,30 +36,36 @@ class GemvVjpKernel(BackwardSpec):
         for name in "qkv":
             if any(shared_axes(getattr(problem, f"{name}_shape"), forward)):
                 return f"{name} is shared by entries of the batch"
-        scores = forward.num_heads, forward.seqlen_q, forward.seqlen_k
-        if problem.need_dbias and math.prod(problem.bias_shape) != math.prod(
-            (*forward.batch, *scores)
-        ):
-            return "computes dbias only if each score has a bias of its own"
+        if problem.need_dbias:
+            scores = (forward.num_heads, forward.seqlen_q, forward.seqlen_k)
+            if math.prod(problem.bias_shape) != math.prod((*forward.batch, *scores)):
+                return "computes dbias only if each score has a bias of its own"
         return None
 
-    def config(self, forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
+    def config(
+        self, forward: AttentionProblem, batch_dims: int, device: Device
+    ) -> LaunchConfig:
         """The launch of the kernel that computes all gradients."""
-        registers = by_threshold(self.registers, layout(forward).columns)
         is_tf32 = forward.dtype == "float32" and forward.precision == "tf32"
         more = {"TF32": 1} if is_tf32 else {}
-        return gemv_forward.config(
-            "attention/simt/gemv_backward.cu", "attention_vjp_gemv", forward,
-            batch_dims, registers, **more,
-        )  # fmt: skip
+        source, entry = "attention/simt/gemv_backward.cu", "attention_vjp_gemv"
+        return self.tuning.config(source, entry, forward, batch_dims, device, **more)
 
     def configs(self, forward, batch_dims, device, everything):
-        return (self.config(forward, batch_dims),)
+        return (self.config(forward, batch_dims, device),)
 
 
 GEMV_VJP = GemvVjpKernel(
     name="gemv",
-    most_keys={2: {MOST_QUERIES: 4096}, 4: {MOST_QUERIES: 4096}},
-    heads_per_sm=2,
-    registers={8: 128, 16: 168, 32: 255},
+    tuning=Tuning(
+        steps={
+            2: {6 << 10: (2, 1), 24 << 10: (4, 4), math.inf: (4, 8)},
+            4: {3 << 10: (2, 1), 12 << 10: (2, 4), 28 << 10: (4, 4), math.inf: (4, 8)},
+        },
+        steps_of_more={2: (2, 2), 4: (2, 4)},
+        most_queries={2: {47: 3, math.inf: 4}, 4: {112: 4, math.inf: 8}},
+        most_bytes={2: {256: math.inf}, 4: {256: math.inf}},
+        heads_per_sm=0.5,
+        registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
+    ),
 )

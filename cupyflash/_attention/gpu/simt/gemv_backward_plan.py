@@ -27,4 +27,4 @@ def gemv_vjp_steps(row, problem, operands, device) -> Steps:
         PARAMS.pack(layout.params, kBatchDims=dims),
         GEMV_GRADS.pack(fields, kBatchDims=dims),
     )  # fmt: skip
-    return Steps([(row.config(problem.forward, dims), arguments)])
+    return Steps([(row.config(problem.forward, dims, device), arguments)])

@@ -1,39 +1,40 @@
 """The kernel spec of attention with few queries per entry."""
 
+import math
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import spec
-from cupyflash._attention.gpu.config import launch_config, num_heads
+from cupyflash._attention.gpu.config import is_plain, launch_config, num_heads
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
-_WARP = 32
-_WIDEST = 256
-# Numbers of a query that a lane holds of q, for all queries together.
+_WARP, _VECTOR_BYTES = 32, 16
+_WIDEST = 256  # columns
+_MOST_KEYS = 4096
+# Numbers of q that a lane holds, for all queries together.
 _MOST_COLUMNS = 32
-MOST_QUERIES = 8
 # Bytes that a lane loads before it uses the first of them.
-_LOADED = 128
-_MOST_WARPS = 8
+_MOST_LOADED = 128
+# Warps per multiprocessor that hide the latency of memory.
+_ENOUGH_WARPS = 24
 # Registers per multiprocessor.
 _REGISTERS = 1 << 16
-_VECTOR_BYTES = 16
 
 
 def power_of_two(n: float) -> int:
     """The next one, at least 1."""
-    return 1 << max(0, int(-(-n // 1)) - 1).bit_length()
+    return 1 << max(0, math.ceil(n) - 1).bit_length()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How threads share the rows of an entry: the defines of attention/simt/gemv.cuh.
+    """How threads share the rows of an entry: defines of attention/simt/gemv.cuh.
 
     `lanes` of a warp share a key. Each has vectors of `vector` columns: `parts_k` of a
-    row of k, `parts_v` of one of v.
+    row of k, `parts_v` of one of v. A step of a warp has `unroll` keys for each lane.
     """
 
     queries: int
@@ -42,8 +43,8 @@ class Layout:
     parts_k: int
     parts_v: int
     unroll: int
-    warps: int
-    entries: int
+    warps: int  # of an entry
+    entries: int  # of a block
 
     @property
     def columns(self) -> int:
@@ -55,121 +56,138 @@ class Layout:
         return _WARP * self.warps * self.entries
 
 
-def layout(problem: AttentionProblem) -> Layout:
-    """The layout of a problem that `unsupported_reason` allows."""
-    itemsize = ITEMSIZE[problem.dtype]
-    queries = problem.seqlen_q
-    vector = _VECTOR_BYTES // itemsize
-    if queries > 2 and itemsize == 2:  # more lanes, with less to hold
-        vector //= 2
-    dims = problem.head_dim, problem.head_dim_v
-    lanes = min(_WARP, power_of_two(max(dims) / vector))
-    parts_k, parts_v = (-(-n // (lanes * vector)) for n in dims)
-    keys = _WARP // lanes
-    of_key = (parts_k + parts_v) * vector * itemsize
-    unroll = min(max(_LOADED // of_key, 1), 4, power_of_two(problem.seqlen_k / keys))
-    # Two steps of each warp, so that loads and products of a block overlap.
-    warps = power_of_two(problem.seqlen_k / (2 * keys * unroll))
-    warps = min(warps, _MOST_WARPS)
-    entries = 1 if warps > 1 else 4
-    return Layout(queries, lanes, vector, parts_k, parts_v, unroll, warps, entries)
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was measured best on an H100: docs/design/lab/0027-few-queries.md.
 
-
-def unsupported_reason(
-    problem: AttentionProblem,
-    device: Device,
-    most_keys: dict[float, int],
-    heads_per_sm: float,
-) -> str | None:
-    """Why no kernel for few queries supports `problem`, or None.
-
-    `most_keys` are those that pay off, by the number of queries.
+    By the size of an element: `steps` are (unroll, warps) by the bytes of k of an entry
+    with one query, `steps_of_more` those with more; `most_queries` by the keys.
+    `most_bytes` are those of k, by the columns of a head.
     """
-    reason = (
-        kernel.refuse_old_device(problem.dtype, device)
-        or spec.refuse_dtype(problem, *spec.HALVES, "float32")
-        or spec.refuse_width(problem, _WIDEST)
-    )
-    if reason is not None:
-        return reason
-    if problem.has_functions:
-        return "takes no score or mask function"
-    if problem.keys_of_part is not None:
-        return "takes all keys of a head"
-    if problem.group_size > 1:
-        return f"takes one query head per head of k, not {problem.group_size}"
-    if not 1 <= problem.seqlen_q <= MOST_QUERIES:
-        return f"takes entries with 1 to {MOST_QUERIES} queries, not {problem.seqlen_q}"
-    most = by_threshold(most_keys, problem.seqlen_q)
-    if not 1 <= problem.seqlen_k <= most:
-        return (
-            f"takes 1 to {most} keys for {problem.seqlen_q} queries, not "
-            f"{problem.seqlen_k}"
-        )
-    if problem.no_vectors is not None:
-        return problem.no_vectors
-    itemsize = ITEMSIZE[problem.dtype]
-    for name in ("head_dim", "head_dim_v"):
-        if (n := getattr(problem, name)) * itemsize % _VECTOR_BYTES:
-            return f"takes rows of whole vectors, not {name} {n}"
-    if layout(problem).columns > _MOST_COLUMNS:
-        return (
-            f"has too few registers for {problem.seqlen_q} queries of "
-            f"{max(problem.head_dim, problem.head_dim_v)} columns"
-        )
-    if (heads := num_heads(problem)) < heads_per_sm * device.num_sms:
-        return (
-            f"takes {heads_per_sm} heads for each of {device.num_sms} multiprocessors, "
-            f"not {heads}"
-        )
-    return None
 
+    steps: dict[int, dict[float, tuple[int, int]]]
+    steps_of_more: dict[int, tuple[int, int]]
+    most_queries: dict[int, dict[float, int]]
+    most_bytes: dict[int, dict[float, float]]
+    heads_per_sm: float
+    # Of a thread, by Layout.columns; the second with options.
+    registers: dict[float, tuple[int, int]]
 
-def config(
-    source: str,
-    entry: str,
-    problem: AttentionProblem,
-    batch_dims: int,
-    registers: int,
-    **more,
-) -> LaunchConfig:
-    """A launch over all heads, with so many registers per thread."""
-    of = layout(problem)
-    return launch_config(
-        problem, batch_dims, -(-num_heads(problem) // of.entries), of.num_threads,
-        source, entry,
-        QUERIES=of.queries, LANES=of.lanes, VECTOR=of.vector, PARTS_K=of.parts_k,
-        PARTS_V=of.parts_v, UNROLL=of.unroll, WARPS=of.warps, ENTRIES=of.entries,
-        MIN_BLOCKS=max(1, _REGISTERS // (of.num_threads * registers)), **more,
-    )  # fmt: skip
+    def layout(self, problem: AttentionProblem, device: Device) -> Layout:
+        """The layout of a problem that `unsupported_reason` allows."""
+        itemsize, queries = ITEMSIZE[problem.dtype], problem.seqlen_q
+        vector = _VECTOR_BYTES // itemsize
+        if itemsize == 2 and queries > 2:  # more lanes, with less to hold
+            vector //= 2
+        dims = problem.head_dim, problem.head_dim_v
+        lanes = min(_WARP, power_of_two(max(dims) / vector))
+        parts_k, parts_v = (-(-n // (lanes * vector)) for n in dims)
+        unroll, warps = self.steps_of_more[itemsize]
+        if queries == 1:
+            k_bytes = problem.seqlen_k * problem.head_dim * itemsize
+            unroll, warps = by_threshold(self.steps[itemsize], k_bytes)
+        of_key = (parts_k + parts_v) * vector * itemsize
+        unroll = min(unroll, max(1, _MOST_LOADED // of_key))
+        # With few entries more warps, as long as they have keys.
+        wanted = _ENOUGH_WARPS * device.num_sms / num_heads(problem)
+        useful = problem.seqlen_k * lanes / (_WARP * unroll)
+        warps = max(warps, min(8, power_of_two(wanted), power_of_two(useful)))
+        entries = 4 if warps == 1 else 1
+        return Layout(queries, lanes, vector, parts_k, parts_v, unroll, warps, entries)
+
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
+        """Why no kernel for few queries supports `problem`, or None."""
+        reason = (
+            kernel.refuse_old_device(problem.dtype, device)
+            or spec.refuse_dtype(problem, *spec.HALVES, "float32")
+            or spec.refuse_width(problem, _WIDEST)
+        )
+        if reason is not None:
+            return reason
+        if problem.has_functions:
+            return "takes no score or mask function"
+        if problem.keys_of_part is not None:
+            return "takes all keys of a head"
+        if problem.group_size > 1:
+            return f"takes one query head per head of k, not {problem.group_size}"
+        queries, keys = problem.seqlen_q, problem.seqlen_k
+        if not 1 <= keys <= _MOST_KEYS:
+            return f"takes entries with 1 to {_MOST_KEYS} keys, not {keys}"
+        itemsize = ITEMSIZE[problem.dtype]
+        most = by_threshold(self.most_queries[itemsize], keys)
+        if not 1 <= queries <= most:
+            return f"takes entries with 1 to {most} queries, not {queries}"
+        if problem.no_vectors is not None:
+            return problem.no_vectors
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(problem, name)) * itemsize % _VECTOR_BYTES:
+                return f"takes rows of whole vectors, not {name} {n}"
+        widest = max(problem.head_dim, problem.head_dim_v)
+        most_bytes = by_threshold(self.most_bytes[itemsize], widest)
+        if keys * problem.head_dim * itemsize > most_bytes:
+            return f"{keys} keys of {widest} columns are faster on tensor cores"
+        heads = num_heads(problem)
+        if heads < self.heads_per_sm * device.num_sms:
+            return (
+                f"takes {self.heads_per_sm} heads for each of {device.num_sms} "
+                f"multiprocessors, not {heads}"
+            )
+        if self.layout(problem, device).columns > _MOST_COLUMNS:
+            return f"has too few registers for {queries} queries of {widest} columns"
+        return None
+
+    def config(
+        self,
+        source: str,
+        entry: str,
+        problem: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+        **more,
+    ) -> LaunchConfig:
+        """A launch over all heads."""
+        of = self.layout(problem, device)
+        plain, with_options = by_threshold(self.registers, of.columns)
+        registers = plain if is_plain(problem) else with_options
+        return launch_config(
+            problem, batch_dims, -(-num_heads(problem) // of.entries), of.num_threads,
+            source, entry,
+            QUERIES=of.queries, LANES=of.lanes, VECTOR=of.vector, PARTS_K=of.parts_k,
+            PARTS_V=of.parts_v, UNROLL=of.unroll, WARPS=of.warps, ENTRIES=of.entries,
+            MIN_BLOCKS=max(1, _REGISTERS // (of.num_threads * registers)), **more,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemvKernel(spec.ForwardSpec):
-    """Attention of few queries by products of matrices and vectors.
+    """Attention of few queries by products of matrices and vectors."""
 
-    `most_keys` and `heads_per_sm` belong to unsupported_reason(), the former by the
-    size of an element; `registers` are those of a thread, by the columns of
-    Layout.columns.
-    """
-
-    most_keys: dict[int, dict[float, int]]
-    heads_per_sm: float
-    registers: dict[float, int]
+    tuning: Tuning
 
     def unsupported_reason(self, problem, device) -> str | None:
-        keys = self.most_keys.get(ITEMSIZE[problem.dtype], {})
-        return unsupported_reason(problem, device, keys, self.heads_per_sm)
+        return self.tuning.unsupported_reason(problem, device)
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
-        registers = by_threshold(self.registers, layout(problem).columns)
         source, entry = "attention/simt/gemv_forward.cu", "attention_gemv"
-        return (config(source, entry, problem, batch_dims, registers),)
+        return (self.tuning.config(source, entry, problem, batch_dims, device),)
 
 
 GEMV = GemvKernel(
     name="gemv",
-    most_keys={2: {MOST_QUERIES: 4096}, 4: {MOST_QUERIES: 4096}},
-    heads_per_sm=2,
-    registers={8: 96, 16: 128, 32: 168},
+    tuning=Tuning(
+        steps={
+            2: {28 << 10: (2, 1), 48 << 10: (4, 4), math.inf: (4, 8)},
+            4: {34 << 10: (2, 1), 80 << 10: (4, 4), math.inf: (4, 8)},
+        },
+        steps_of_more={2: (2, 2), 4: (2, 2)},
+        most_queries={2: {math.inf: 1}, 4: {math.inf: 4}},
+        most_bytes={
+            2: {32: math.inf, 128: 48 << 10, 256: math.inf},
+            4: {256: math.inf},
+        },
+        heads_per_sm=2,
+        registers={4: (80, 128), 8: (80, 128), 16: (112, 168), 32: (168, 255)},
+    ),
 )

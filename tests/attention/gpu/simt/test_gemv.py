@@ -14,7 +14,6 @@ import cupyflash
 from cupyflash._attention.gpu import gradient_layout, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
-from cupyflash._attention.gpu.simt import gemv_forward
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
 from cupyflash._attention.gpu.simt.gemv_forward import GEMV
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
@@ -70,14 +69,13 @@ def test_takes(arch, dtype, queries, keys, dim):
 REFUSED = [
     (problem("float64"), "sm_90a", "not float64"),
     (problem("bfloat16"), "sm_75", "needs sm_80"),
-    (problem(queries=9), "sm_90a", "1 to 8 queries, not 9"),
-    (problem(queries=0), "sm_90a", "1 to 8 queries, not 0"),
-    (problem(keys=1 << 20), "sm_90a", "not 1048576"),
-    (problem(keys=0), "sm_90a", "not 0"),
+    (problem(queries=9), "sm_90a", "queries, not 9"),
+    (problem(queries=0), "sm_90a", "queries, not 0"),
+    (problem(keys=4097), "sm_90a", "1 to 4096 keys, not 4097"),
+    (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
     (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
-    (problem(head_dim=256, queries=8), "sm_90a", "too few registers for 8 queries"),
-    (problem(num_heads=100, num_kv_heads=100), "sm_90a", "multiprocessors, not 100"),
+    (problem(num_heads=65, num_kv_heads=65), "sm_90a", "multiprocessors, not 65"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
@@ -91,9 +89,55 @@ def test_leaves_to_the_next_row(asked, arch, reason):
         assert reason in row.unsupported_reason(x, device(arch))
 
 
+def test_takes_as_many_keys_as_pay():
+    """In 16 bits, tensor cores are as fast from some size of k on."""
+    for dim, keys in ((64, 384), (128, 192)):
+        assert (
+            GEMV.unsupported_reason(problem("float16", dim, 1, keys), device()) is None
+        )
+        asked = problem("float16", dim, 1, keys + 1)
+        assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
+        assert GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
+    for dtype, dim in (("float16", 32), ("float16", 256), ("float32", 64)):
+        assert GEMV.unsupported_reason(problem(dtype, dim, 1, 4096), device()) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "forward", "gradients"),
+    [
+        ("float16", 40, 1, 3),
+        ("float16", 48, 1, 4),
+        ("float32", 40, 4, 4),
+        ("float32", 113, 4, 8),
+    ],
+)
+def test_takes_as_many_queries_as_pay(dtype, keys, forward, gradients):
+    for queries in range(1, 10):
+        asked = problem(dtype, 64, queries, keys)
+        taken = GEMV.unsupported_reason(asked, device()) is None
+        assert taken == (queries <= forward)
+        taken = GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
+        assert taken == (queries <= gradients)
+
+
+def test_few_entries_have_more_warps():
+    sizes = [
+        GEMV.tuning.layout(problem(num_heads=n, num_kv_heads=n), device())
+        for n in (4096, 1500, 800, 264)
+    ]
+    assert [x.warps for x in sizes] == [1, 4, 4, 8]
+    assert [x.entries for x in sizes] == [4, 1, 1, 1]
+    # But none without keys.
+    assert GEMV.tuning.layout(problem(num_heads=264, keys=8), device()).warps == 1
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
+        (
+            gradient(problem("float32", 256, 8, 200)),
+            "too few registers for 8 queries of 256 columns",
+        ),
         (gradient(problem(), need_dsinks=True), "does not compute dsinks"),
         (
             gradient(problem(bias="float16"), need_dbias=True, bias_shape=(1, 100)),
@@ -113,7 +157,10 @@ def test_gradients_are_left_to_the_next_row(asked, reason):
 @pytest.mark.parametrize(("queries", "keys", "dim", "dim_v"), SIZES)
 def test_threads_hold_all_columns(dtype, queries, keys, dim, dim_v):
     asked = problem(dtype, dim, queries, keys, head_dim_v=dim_v)
-    for config in (*GEMV.configs(asked, 1, device()), GEMV_VJP.config(asked, 1)):
+    for config in (
+        *GEMV.configs(asked, 1, device()),
+        GEMV_VJP.config(asked, 1, device()),
+    ):
         n = {n: int(x) for n, x in config.variant.defines if x.isdigit()}
         assert n["QUERIES"] == queries
         assert n["LANES"] * n["VECTOR"] * n["PARTS_K"] >= dim
@@ -192,17 +239,14 @@ def few_heads(monkeypatch):
         (forward, "ATTENTION_KERNELS"),
         (backward, "ATTENTION_VJP_KERNELS"),
     ):
-        rows = [
-            dataclasses.replace(
-                row,
-                heads_per_sm=0,
-                most_keys=dict.fromkeys((2, 4), {gemv_forward.MOST_QUERIES: 4096}),
-            )
-            if row.name == "gemv"
-            else row
-            for row in getattr(module, name)
-        ]
-        monkeypatch.setattr(module, name, tuple(rows))
+        first, *rest = getattr(module, name)
+        tuning = dataclasses.replace(
+            first.tuning,
+            heads_per_sm=0,
+            most_queries={2: {4096: 8}, 4: {4096: 8}},
+        )
+        row = dataclasses.replace(first, tuning=tuning)
+        monkeypatch.setattr(module, name, (row, *rest))
         monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
 
 

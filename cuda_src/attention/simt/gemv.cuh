@@ -82,25 +82,41 @@ template <int kParts> struct row_t {
 struct keys_t {
   row_t<kPartsK> k[kUnroll];
   row_t<kPartsV> v[kUnroll];
+  float bias[kUnroll][kQueries];  // if that alone is added to scores
 
   // Keys first, first + kKeys and so on, of those below `last`; zeros beyond.
-  __device__ __forceinline__ void load_k(const matrix_t<const elem_t>& from, int first,
-                                         int last) {
+  __device__ __forceinline__ void load_k(const matrix_t<const elem_t>& from,
+                                         const scores_t& scores, int first, int last) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int key = first + u * kKeys;
       k[u].load(from, key, key < last);
     }
+    if constexpr (kAddsBiasAlone) {
+#pragma unroll
+      for (int e = 0; e < kUnroll * kQueries; ++e) {
+        const int u = e / kQueries, i = e % kQueries, key = first + u * kKeys;
+        bias[u][i] = key < last ? to<float>(*scores.bias_at(i, key)) : 0.f;
+      }
+    }
   }
   __device__ __forceinline__ void load(const matrix_t<const elem_t>& from_k,
-                                       const matrix_t<const elem_t>& from_v, int first,
-                                       int last) {
-    load_k(from_k, first, last);
+                                       const matrix_t<const elem_t>& from_v,
+                                       const scores_t& scores, int first, int last) {
+    load_k(from_k, scores, first, last);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int key = first + u * kKeys;
       v[u].load(from_v, key, key < last);
     }
+  }
+
+  // The score of query i and the lane's key u, whose index is `key`, if i sees it.
+  __device__ __forceinline__ float score(const scores_t& scores, float scale,
+                                         float q_dot_k, int i, int u, int key,
+                                         float& derivative) const {
+    if constexpr (kAddsBiasAlone) return fmaf(scale, q_dot_k, bias[u][i]);
+    return scores.with_derivative(q_dot_k, i, key, derivative);
   }
 };
 

@@ -51,6 +51,7 @@ struct entry_t {
   matrix_t<const elem_t> q, k, v, dout, out;
   matrix_t<elem_t> dq, dk, dv;
   int seqlen_k;
+  float scale;
 };
 
 // Loads query i, and computes delta. A warp has all of it in the lanes of each key.
@@ -94,7 +95,9 @@ __device__ __forceinline__ void add_weights(float (&totals)[kQueries],
       const query_t& query = queries[i];
       const float s = dot(query.q, k);
       if (bounds.sees(i, key)) {
-        totals[i] += exp_diff(scores(s, i, key), query.lse);
+        float unused;
+        const float score = keys.score(scores, entry.scale, s, i, u, key, unused);
+        totals[i] += exp_diff(score, query.lse);
       }
     }
   }
@@ -110,12 +113,9 @@ __device__ __forceinline__ void correct(float& lse, float total, float sink) {
 
 // Stores the gradients of a step of keys, and adds to those of the queries.
 template <typename Dbias>
-__device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
-                                              const keys_t& keys, int first,
-                                              const entry_t& entry, float scale,
-                                              const scores_t& scores,
-                                              const mask_bounds_t& bounds,
-                                              Dbias store_dbias) {
+__device__ __forceinline__ void add_gradients(
+    query_t (&queries)[kQueries], const keys_t& keys, int first, const entry_t& entry,
+    const scores_t& scores, const mask_bounds_t& bounds, Dbias store_dbias) {
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     const int key = first + u * kKeys;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
       all_finite &= is_finite(qk) && is_finite(dp);
       float derivative = 1;
       const float s = bounds.sees(i, key)
-                          ? scores.with_derivative(qk, i, key, derivative)
+                          ? keys.score(scores, entry.scale, qk, i, u, key, derivative)
                           : -infinity<float>();
       p[i] = weight_of(s, query.lse);
       ds[i] = is_unseen(p[i]) ? 0.f : p[i] * (dp - query.delta);
@@ -156,7 +156,7 @@ __device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
       }
     }
     if (key < entry.seqlen_k) {
-      store_row<kPartsK>(entry.dk, key, dk, scale);
+      store_row<kPartsK>(entry.dk, key, dk, entry.scale);
       store_row<kPartsV>(entry.dv, key, dv, 1);
     }
   }
@@ -187,14 +187,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                          {at.at(dq, grads.dq), grads.dq.row, dim},
                          {at.at_kv(dk, grads.dk), grads.dk.row, dim},
                          {at.at_kv(dv, grads.dv), grads.dv.row, dim_v},
-                         static_cast<int>(params.seqlen_k)};
+                         static_cast<int>(params.seqlen_k),
+                         static_cast<float>(params.scale)};
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
   const int last = static_cast<int>(scores.keys_of(0, kQueries).last);
   constexpr int kStep = kWarps * kSpan;
   const int begin = warp * kSpan;
 
   keys_t keys;
-  keys.load(entry.k, entry.v, begin + key_of_warp(), last);
+  keys.load(entry.k, entry.v, scores, begin + key_of_warp(), last);
   query_t queries[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int first = begin + kStep; first < last; first += kStep) {
       keys_t next;
-      next.load_k(entry.k, first + key_of_warp(), last);
+      next.load_k(entry.k, scores, first + key_of_warp(), last);
       add_weights(totals, next, first + key_of_warp(), queries, entry, scores, bounds);
     }
 #pragma unroll
@@ -232,15 +233,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
     }
   };
-  const float scale = static_cast<float>(params.scale);
   int first = begin;
 #pragma unroll 1
   while (first < entry.seqlen_k) {
-    add_gradients(queries, keys, first + key_of_warp(), entry, scale, scores, bounds,
+    add_gradients(queries, keys, first + key_of_warp(), entry, scores, bounds,
                   store_dbias);
     first += kStep;
     if (first < entry.seqlen_k) {
-      keys.load(entry.k, entry.v, first + key_of_warp(), last);
+      keys.load(entry.k, entry.v, scores, first + key_of_warp(), last);
     }
   }
 
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (kWarps > 1 && key_of_warp() == 0) shared.at(warp, i, c) = sum;
     }
     if (kWarps == 1 && key_of_warp() == 0) {
-      store_row<kPartsK>(entry.dq, i, queries[i].dq, scale);
+      store_row<kPartsK>(entry.dq, i, queries[i].dq, entry.scale);
     }
   }
   if constexpr (kWarps > 1) {
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
         for (int from = 0; from < kWarps; ++from) sums[c] += shared.at(from, i, c);
       }
-      if (key_of_warp() == 0) store_row<kPartsK>(entry.dq, i, sums, scale);
+      if (key_of_warp() == 0) store_row<kPartsK>(entry.dq, i, sums, entry.scale);
     }
   }
 }

@@ -36,7 +36,7 @@ struct state_t {
 __device__ __forceinline__ void add_keys(state_t (&states)[kQueries],
                                          const keys_t& keys, int first,
                                          const columns_t<kPartsK> (&q)[kQueries],
-                                         const scores_t& scores,
+                                         const scores_t& scores, float scale,
                                          const mask_bounds_t& bounds) {
   float s[kUnroll][kQueries];
 #pragma unroll
@@ -47,7 +47,10 @@ __device__ __forceinline__ void add_keys(state_t (&states)[kQueries],
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
       const float product = dot(q[i], k);
-      s[u][i] = bounds.sees(i, key) ? scores(product, i, key) : -infinity<float>();
+      float unused;
+      s[u][i] = bounds.sees(i, key)
+                    ? keys.score(scores, scale, product, i, u, key, unused)
+                    : -infinity<float>();
     }
   }
 #pragma unroll
@@ -142,8 +145,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int last = static_cast<int>(range.last);
   int first = static_cast<int>(range.first) / kStep * kStep + warp * kSpan;
 
+  const float scale = static_cast<float>(params.scale);
   keys_t keys;
-  keys.load(of_k, of_v, first + key_of_warp(), last);
+  keys.load(of_k, of_v, scores, first + key_of_warp(), last);
   columns_t<kPartsK> q_rows[kQueries];
   state_t states[kQueries];
 #pragma unroll
@@ -155,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
 #pragma unroll 1
   while (first < last) {
-    add_keys(states, keys, first + key_of_warp(), q_rows, scores, bounds);
+    add_keys(states, keys, first + key_of_warp(), q_rows, scores, scale, bounds);
     first += kStep;
-    if (first < last) keys.load(of_k, of_v, first + key_of_warp(), last);
+    if (first < last) keys.load(of_k, of_v, scores, first + key_of_warp(), last);
   }
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) combine_keys(states[i]);

@@ -63,9 +63,12 @@ GEMV_VJP = GemvVjpKernel(
             4: {3 << 10: (2, 1), 12 << 10: (2, 4), 28 << 10: (4, 4), math.inf: (4, 8)},
         },
         steps_of_more={2: (2, 2), 4: (2, 4)},
-        most_queries={2: {47: 3, math.inf: 4}, 4: {112: 4, math.inf: 8}},
+        most_queries={
+            2: {24: 2, 47: 3, 80: 4, math.inf: 5},
+            4: {24: 2, 47: 3, 80: 4, 112: 6, math.inf: 8},
+        },
         most_bytes={2: {256: math.inf}, 4: {256: math.inf}},
-        heads_per_sm=0.5,
+        heads_per_sm={512: 0, math.inf: 0.5},
         registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
     ),
 )

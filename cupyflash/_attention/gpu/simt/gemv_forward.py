@@ -62,14 +62,15 @@ class Tuning:
 
     By the size of an element: `steps` are (unroll, warps) by the bytes of k of an entry
     with one query, `steps_of_more` those with more; `most_queries` by the keys.
-    `most_bytes` are those of k, by the columns of a head.
+    `most_bytes` are those of k, by the columns of a head. `heads_per_sm` are the fewest
+    heads per multiprocessor, by the keys.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
     steps_of_more: dict[int, tuple[int, int]]
     most_queries: dict[int, dict[float, int]]
     most_bytes: dict[int, dict[float, float]]
-    heads_per_sm: float
+    heads_per_sm: dict[float, float]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
 
@@ -129,10 +130,9 @@ class Tuning:
         if keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
-        if heads < self.heads_per_sm * device.num_sms:
+        if heads < (fewest := by_threshold(self.heads_per_sm, keys) * device.num_sms):
             return (
-                f"takes {self.heads_per_sm} heads for each of {device.num_sms} "
-                f"multiprocessors, not {heads}"
+                f"takes {math.ceil(fewest)} heads or more for {keys} keys, not {heads}"
             )
         if self.layout(problem, device).columns > _MOST_COLUMNS:
             return f"has too few registers for {queries} queries of {widest} columns"
@@ -182,12 +182,12 @@ GEMV = GemvKernel(
             4: {34 << 10: (2, 1), 80 << 10: (4, 4), math.inf: (4, 8)},
         },
         steps_of_more={2: (2, 2), 4: (2, 2)},
-        most_queries={2: {math.inf: 1}, 4: {math.inf: 4}},
+        most_queries={2: {math.inf: 1}, 4: {24: 2, 47: 4, math.inf: 5}},
         most_bytes={
-            2: {32: math.inf, 128: 48 << 10, 256: math.inf},
+            2: {32: math.inf, 128: 40 << 10, 256: math.inf},
             4: {256: math.inf},
         },
-        heads_per_sm=2,
-        registers={4: (80, 128), 8: (80, 128), 16: (112, 168), 32: (168, 255)},
+        heads_per_sm={128: 0.5, math.inf: 2},
+        registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
     ),
 )

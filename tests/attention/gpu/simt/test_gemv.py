@@ -75,7 +75,7 @@ REFUSED = [
     (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
     (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
-    (problem(num_heads=65, num_kv_heads=65), "sm_90a", "multiprocessors, not 65"),
+    (problem(num_heads=65, num_kv_heads=65, keys=513), "sm_90a", "513 keys, not 65"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
@@ -91,7 +91,7 @@ def test_leaves_to_the_next_row(asked, arch, reason):
 
 def test_takes_as_many_keys_as_pay():
     """In 16 bits, tensor cores are as fast from some size of k on."""
-    for dim, keys in ((64, 384), (128, 192)):
+    for dim, keys in ((64, 320), (128, 160)):
         assert (
             GEMV.unsupported_reason(problem("float16", dim, 1, keys), device()) is None
         )
@@ -105,10 +105,12 @@ def test_takes_as_many_keys_as_pay():
 @pytest.mark.parametrize(
     ("dtype", "keys", "forward", "gradients"),
     [
+        ("float16", 16, 1, 2),
         ("float16", 40, 1, 3),
-        ("float16", 48, 1, 4),
-        ("float32", 40, 4, 4),
-        ("float32", 113, 4, 8),
+        ("float16", 100, 1, 5),
+        ("float32", 16, 2, 2),
+        ("float32", 40, 4, 3),
+        ("float32", 113, 5, 8),
     ],
 )
 def test_takes_as_many_queries_as_pay(dtype, keys, forward, gradients):
@@ -242,7 +244,7 @@ def few_heads(monkeypatch):
         first, *rest = getattr(module, name)
         tuning = dataclasses.replace(
             first.tuning,
-            heads_per_sm=0,
+            heads_per_sm={4096: 0},
             most_queries={2: {4096: 8}, 4: {4096: 8}},
         )
         row = dataclasses.replace(first, tuning=tuning)

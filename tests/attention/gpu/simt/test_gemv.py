@@ -75,7 +75,7 @@ REFUSED = [
     (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
     (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
-    (problem(num_heads=65, num_kv_heads=65, keys=513), "sm_90a", "513 keys, not 65"),
+    (problem("float32", keys=513, num_heads=65, num_kv_heads=65), "sm_90a", "not 65"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),

@@ -64,8 +64,8 @@ GEMV_VJP = GemvVjpKernel(
         },
         steps_of_more={2: (2, 2), 4: (2, 4)},
         most_queries={
-            2: {24: 2, 47: 3, 80: 4, math.inf: 5},
-            4: {24: 2, 47: 3, 80: 4, 112: 6, math.inf: 8},
+            2: {32: 2, 63: 3, 96: 4, math.inf: 5},
+            4: {24: 2, 64: 3, 112: 6, math.inf: 8},
         },
         most_bytes={2: {256: math.inf}, 4: {256: math.inf}},
         heads_per_sm={512: 0, math.inf: 0.5},

@@ -29,6 +29,11 @@ def power_of_two(n: float) -> int:
     return 1 << max(0, math.ceil(n) - 1).bit_length()
 
 
+def _reads_terms(problem: AttentionProblem) -> bool:
+    """Whether numbers are read for each score."""
+    return problem.bias is not None or problem.mask is not None
+
+
 @dataclass(frozen=True)
 class Layout:
     """How threads share the rows of an entry: defines of attention/simt/gemv.cuh.
@@ -62,7 +67,8 @@ class Tuning:
 
     By the size of an element: `steps` are (unroll, warps) by the bytes of k of an entry
     with one query, `steps_of_more` those with more; `most_queries` by the keys.
-    `most_bytes` are those of k, by the columns of a head. `heads_per_sm` are the fewest
+    `most_bytes` are those of k, by the columns of a head, and if there is a bias or a
+    mask. `heads_per_sm` are the fewest
     heads per multiprocessor, by the keys.
     """
 
@@ -70,6 +76,7 @@ class Tuning:
     steps_of_more: dict[int, tuple[int, int]]
     most_queries: dict[int, dict[float, int]]
     most_bytes: dict[int, dict[float, float]]
+    most_bytes_with_terms: float = math.inf
     heads_per_sm: dict[float, float]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
@@ -89,6 +96,8 @@ class Tuning:
             unroll, warps = by_threshold(self.steps[itemsize], k_bytes)
         of_key = (parts_k + parts_v) * vector * itemsize
         unroll = min(unroll, max(1, _MOST_LOADED // of_key))
+        if _reads_terms(problem):
+            warps = min(warps, 4)  # options take registers
         # With few entries more warps, as long as they have keys.
         wanted = _ENOUGH_WARPS * device.num_sms / num_heads(problem)
         useful = problem.seqlen_k * lanes / (_WARP * unroll)
@@ -127,6 +136,8 @@ class Tuning:
                 return f"takes rows of whole vectors, not {name} {n}"
         widest = max(problem.head_dim, problem.head_dim_v)
         most_bytes = by_threshold(self.most_bytes[itemsize], widest)
+        if _reads_terms(problem):
+            most_bytes = max(most_bytes, self.most_bytes_with_terms)
         if keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
@@ -167,7 +178,13 @@ class GemvKernel(spec.ForwardSpec):
     tuning: Tuning
 
     def unsupported_reason(self, problem, device) -> str | None:
-        return self.tuning.unsupported_reason(problem, device)
+        reason = self.tuning.unsupported_reason(problem, device)
+        keys, widest = problem.seqlen_k, max(problem.head_dim, problem.head_dim_v)
+        # It takes as long as float16 there, unpacking here does not.
+        for_mma_short = 48 < keys <= 112 and 32 < widest <= 64 and is_plain(problem)
+        if reason is None and problem.dtype == "bfloat16" and for_mma_short:
+            return f"{keys} keys of {widest} columns are faster on tensor cores"
+        return reason
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         source, entry = "attention/simt/gemv_forward.cu", "attention_gemv"
@@ -182,11 +199,12 @@ GEMV = GemvKernel(
             4: {34 << 10: (2, 1), 80 << 10: (4, 4), math.inf: (4, 8)},
         },
         steps_of_more={2: (2, 2), 4: (2, 2)},
-        most_queries={2: {math.inf: 1}, 4: {24: 2, 47: 4, math.inf: 5}},
+        most_queries={2: {math.inf: 1}, 4: {32: 2, math.inf: 5}},
         most_bytes={
             2: {32: math.inf, 128: 40 << 10, 256: math.inf},
             4: {256: math.inf},
         },
+        most_bytes_with_terms=128 << 10,
         heads_per_sm={128: 0.5, math.inf: 2},
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
     ),

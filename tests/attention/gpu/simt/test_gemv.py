@@ -55,7 +55,7 @@ def device(arch="sm_90a"):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 100, 64), (1, 40, 128)])
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 100, 32), (1, 40, 128)])
 def test_takes(arch, dtype, queries, keys, dim):
     if (arch, dtype) == ("sm_75", "bfloat16"):
         pytest.skip("bfloat16 needs sm_80")
@@ -98,6 +98,10 @@ def test_takes_as_many_keys_as_pay():
         asked = problem("float16", dim, 1, keys + 1)
         assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
         assert GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
+    asked = problem("bfloat16", 64, 1, 100)
+    assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
+    with_bias = dataclasses.replace(asked, bias="bfloat16", seqlen_k=1024)
+    assert GEMV.unsupported_reason(with_bias, device()) is None
     for dtype, dim in (("float16", 32), ("float16", 256), ("float32", 64)):
         assert GEMV.unsupported_reason(problem(dtype, dim, 1, 4096), device()) is None
 
@@ -107,9 +111,11 @@ def test_takes_as_many_keys_as_pay():
     [
         ("float16", 16, 1, 2),
         ("float16", 40, 1, 3),
+        ("float16", 64, 1, 4),
         ("float16", 100, 1, 5),
         ("float32", 16, 2, 2),
-        ("float32", 40, 4, 3),
+        ("float32", 40, 5, 3),
+        ("float32", 100, 5, 6),
         ("float32", 113, 5, 8),
     ],
 )
@@ -207,9 +213,9 @@ def test_gradients_go_where_their_arrays_have_them(layout):
         x = np.zeros((70, 20, 4, rows, columns), dtype)
         return x if layout == "bhsd" else np.ascontiguousarray(x.swapaxes(-2, -3))
 
-    q, k, v = array(3, 64), array(30, 64), array(30, 48)
+    q, k, v = array(3, 64), array(70, 64), array(70, 48)
     out, lse = array(3, 48), np.zeros((70, 20, 4, 3), "float32")
-    bias = np.zeros((70, 20, 4, 3, 30), "float16")
+    bias = np.zeros((70, 20, 4, 3, 70), "float16")
     asked, operands = vjp_problem.attention_vjp(
         out, q, k, v, out, lse, bias, None, None, False, None, None, 0.0, None, None,
         None, None, layout, "float32", "auto", None, True, False, False,
@@ -246,6 +252,7 @@ def few_heads(monkeypatch):
             first.tuning,
             heads_per_sm={4096: 0},
             most_queries={2: {4096: 8}, 4: {4096: 8}},
+            most_bytes={2: {256: 1 << 30}, 4: {256: 1 << 30}},
         )
         row = dataclasses.replace(first, tuning=tuning)
         monkeypatch.setattr(module, name, (row, *rest))

@@ -97,6 +97,31 @@ __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
   }
 }
 
+// Adds sums for their largest m, side by side: one after the other, each would wait for
+// the exponential of the one before.
+template <typename Place>
+__device__ __forceinline__ partial_t add_sums(int count, Place place, keys_t keys) {
+  partial_t sum = {0, -infinity<double>()};
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) sum.m = larger_finite_t()(sum.m, place(i)->m);
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) sum.l += scaled_to(*place(i), sum.m, keys);
+  return sum;
+}
+
+// Adds the sums of the lanes of a warp that have the same columns, in each of them.
+__device__ __forceinline__ void add_lanes(partial_t (&sum)[kVector], keys_t keys) {
+  double m[kVector], l[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) m[j] = sum[j].m;
+  combine_in_warp(m, larger_finite_t());
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) l[j] = scaled_to(sum[j], m[j], keys);
+  combine_in_warp(l, plus_t());
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) sum[j] = {l[j], m[j]};
+}
+
 // The partial sums of column c of tile `at`, from piece 0 on, kColumns apart.
 __device__ __forceinline__ partial_t* place_of(partial_t* partial, long long at) {
   return partial + at * gridDim.y * kColumns;
@@ -106,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_split_columns_sum(const x_t* x, const bool* where, out_t* out,
                               partial_t* partial,  // (tiles, pieces, kColumns)
                               const __grid_constant__ layout_t layout) {
-  __shared__ partial_t shared[kDeep][kColumns];
+  __shared__ partial_t shared[kPartials][kColumns];
   const keys_t keys(layout);
   const thread_map how =
       takes_vectors(x, layout, kX) ? thread_map::kVectors : thread_map::kSingles;
@@ -123,16 +148,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     }
     __syncthreads();  // all threads have read those of the previous tile
     if (threadIdx.x < kGroup) {
+      if constexpr (kShuffles) add_lanes(found, keys);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        shared[threadIdx.x / kSide][tile.offset(j)] = found[j];
+        shared[threadIdx.x * kPartials / kGroup][tile.offset(j)] = found[j];
       }
     }
     __syncthreads();
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      running_t<acc_t> sum = sum_of(shared[0][c]);
-      for (int i = 1; i < kDeep; ++i) sum.take(sum_of(shared[i][c]), keys);
-      place_of(partial, at)[blockIdx.y * kColumns + c] = partial_of(sum, keys);
+      place_of(partial, at)[blockIdx.y * kColumns + c] =
+          add_sums(kPartials, [&](int i) { return &shared[i][c]; }, keys);
     }
   }
 }
@@ -171,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_split_columns_write(const x_t* x, const bool* where, out_t* out,
                                 partial_t* partial,
                                 const __grid_constant__ layout_t layout) {
-  __shared__ partial_t shared[kNumThreads];
+  __shared__ partial_t shared[kNumThreads], total[kColumns];
   const keys_t keys(layout);
   const thread_map how =
       takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
@@ -185,28 +210,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     static_assert(kJoining >= 1, "a thread a column");
     __syncthreads();  // all threads have read those of the previous tile
     if (threadIdx.x < kJoining * kColumns) {
-      const partial_t* const pieces = place_of(partial, at) + threadIdx.x % kColumns;
-      const int first = threadIdx.x / kColumns;
-      partial_t sum = {0, -infinity<double>()};
-#pragma unroll 4
-      for (int i = first; i < gridDim.y; i += kJoining) {
-        sum.m = larger_finite_t()(sum.m, pieces[i * kColumns].m);
-      }
-#pragma unroll 4
-      for (int i = first; i < gridDim.y; i += kJoining) {
-        sum.l += scaled_to(pieces[i * kColumns], sum.m, keys);
-      }
-      shared[threadIdx.x] = sum;
+      const int first = threadIdx.x / kColumns, pieces = gridDim.y;
+      const partial_t* const begin =
+          place_of(partial, at) + first * kColumns + threadIdx.x % kColumns;
+      shared[threadIdx.x] = add_sums(
+          first < pieces ? (pieces - first - 1) / kJoining + 1 : 0,
+          [&](int i) { return begin + i * kJoining * kColumns; }, keys);
+    }
+    __syncthreads();
+    if (threadIdx.x < kColumns) {
+      total[threadIdx.x] = add_sums(
+          kJoining, [&](int i) { return &shared[i * kColumns + threadIdx.x]; }, keys);
     }
     __syncthreads();
     running_t<acc_t> sum[kVector];
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const int c = tile.offset(j);
-      for (int i = 0; i < kJoining; ++i) {
-        sum[j].take(sum_of(shared[i * kColumns + c]), keys);
-      }
-    }
+    for (int j = 0; j < kVector; ++j) sum[j] = sum_of(total[tile.offset(j)]);
     const x_t* const x_tile = x + tile.start(kX);
     const bool* const where_tile = where + tile.start(kWhere);
     out_t* const out_tile = out + tile.start(kOut);

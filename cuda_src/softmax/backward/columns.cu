@@ -18,6 +18,9 @@
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/backward_params.cuh"
+#if TEAMS
+#include "softmax/detail/column_team.cuh"
+#endif
 
 // Products of 16-bit numbers are exact in float, and only few are added before double.
 constexpr bool kCoarse =
@@ -65,6 +68,25 @@ __device__ __forceinline__ void join_blocks(shared_t& shared, meetings_t& meetin
 #pragma unroll
     for (int rank = 0; rank < kCluster; ++rank) sum += shared.piece[turn][rank][c];
     shared.total[c] = sum;
+  }
+}
+#elif TEAMS
+using meetings_t = team_t;
+
+// The sum of a column over all blocks of the team.
+__device__ __forceinline__ void join_blocks(shared_t& shared, meetings_t& meetings) {
+#pragma unroll 1
+  for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+    meetings.publish(c, {shared.total[c], 0});
+  }
+  meetings.add([](const auto& own) {
+    double sum = 0;
+    for (const partial_t& x : own) sum += x.l;
+    return partial_t{warp_reduce(sum, plus_t()), 0};
+  });
+#pragma unroll 1
+  for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+    shared.total[c] = meetings.total(c).l;
   }
 }
 #else
@@ -149,11 +171,27 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& on_chip_y,
 
 extern __shared__ uint4 parking[];
 
+#if TEAMS
+#define WORDS unsigned long long *words,
+// Clears what the blocks of softmax_vjp_columns publish; of the same grid.
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_vjp_columns_clear(const y_t*, const dy_t*, out_t*,
+                              WORDS const __grid_constant__ layout_t layout) {
+  team_t{words}.clear(num_tiles(layout));
+}
+#else
+#define WORDS
+#endif
+
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_vjp_columns(const y_t* y, const dy_t* dy, out_t* dx,
-                        const __grid_constant__ layout_t layout) {
+                        WORDS const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
+#if TEAMS
+  meetings_t meetings{words};
+#else
   meetings_t meetings(shared);
+#endif
   announce_block<kCluster>();
   bool has_started = false;
   const thread_map how = takes_vectors(y, layout, kY) &&
@@ -164,6 +202,9 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
+#if TEAMS
+    meetings.tile = at;
+#endif
     rows_t<y_t> on_chip_y(parking);
     rows_t<dy_t> on_chip_dy(reinterpret_cast<char*>(parking) + rows_t<y_t>::kBytes);
     tile.load(on_chip_y, y, kY, y_t());

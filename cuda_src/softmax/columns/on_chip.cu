@@ -20,6 +20,10 @@
 #include "softmax/detail/params.cuh"
 #include "softmax/detail/column_tile.cuh"
 #include "softmax/detail/exp2_units.cuh"
+#if TEAMS
+#include "softmax/detail/column_team.cuh"
+#include "softmax/detail/partial_sum.cuh"
+#endif
 
 using part_t = few<acc_t, kCoarse>::type;
 using total_t = decltype(total(part_t()));
@@ -259,6 +263,18 @@ __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c,
   }
   return finish_column(shift, l, kLog ? 1 : weight(own));
 }
+#elif TEAMS
+using meetings_t = team_t;
+
+// The last step for a column from the sum of the team, for the exponentials of this
+// block, whose largest score is `own`.
+__device__ __forceinline__ finish_t finish_team(const partial_t& sum, acc_t own,
+                                                keys_t keys) {
+  const double shift = is_finite(sum.m) ? sum.m : 0;
+  const bool is_one = kLog || !is_finite(own);
+  return finish_column(shift, sum.l,
+                       is_one ? 1 : keys.exp_diff_exact(shift_of(own), shift));
+}
 #else
 struct meetings_t {
   __device__ __forceinline__ explicit meetings_t(shared_t&) {}
@@ -332,6 +348,9 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
       const double l = sum_of_partials(shared.sum, c);
 #if CLUSTER > 1
       publish(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
+#elif TEAMS
+      const acc_t m = shared.m[c];
+      meetings.publish(c, {l, is_finite(m) ? shift_of(m) : -infinity<double>()});
 #else
       shared.finish[c] = finish_column(shift_of(shared.m[c]), l, 1);
 #endif
@@ -341,6 +360,12 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       shared.finish[c] = finish_pieces(shared, c, keys);
+    }
+#elif TEAMS
+    meetings.add([&](auto& own) { return join(own, keys); });
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      shared.finish[c] = finish_team(meetings.total(c), shared.m[c], keys);
     }
 #endif
     __syncthreads();
@@ -406,11 +431,27 @@ __device__ __forceinline__ void softmax(on_chip_t& in_registers, out_t* out,
 
 extern __shared__ __align__(128) uint4 parking[];
 
+#if TEAMS
+#define WORDS unsigned long long *words,
+// Clears what the blocks of softmax_columns publish; of the same grid.
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_columns_clear(const x_t*, const bool*, out_t*, unsigned long long* words,
+                          const __grid_constant__ layout_t layout) {
+  team_t{words}.clear(num_tiles(layout));
+}
+#else
+#define WORDS
+#endif
+
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_columns(const x_t* x, const bool* where, out_t* out,
-                    const __grid_constant__ layout_t layout) {
+                    WORDS const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
+#if TEAMS
+  meetings_t meetings{words};
+#else
   meetings_t meetings(shared);
+#endif
   announce_block<kCluster>();
   bool has_started = false;
   const thread_map how =
@@ -425,6 +466,9 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
     if (kInSmem > 0) wait_for_copies();
+#if TEAMS
+    meetings.tile = at;
+#endif
     softmax(in_registers, out, tile, shared, meetings);
     // No block may send its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();

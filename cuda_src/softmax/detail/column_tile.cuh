@@ -16,6 +16,8 @@
 //            then is CLUSTER   blocks along a column (above 1: sm_90) RESIDENT  blocks
 //            per multiprocessor that registers must suffice for SPLITS    1 if the grid
 //            has a second axis of blocks along a column
+//            TEAMS     1 if the grid is (blocks of a team, teams): the blocks of a team
+//            share a tile and meet through memory (column_team.cuh)
 #pragma once
 
 #include "common/reduce.cuh"
@@ -34,8 +36,11 @@ constexpr int kCluster = CLUSTER;
 #ifndef SPLITS
 #define SPLITS 0
 #endif
-constexpr bool kSplits = SPLITS;
-static_assert(!kSplits || kCluster == 1);
+#ifndef TEAMS
+#define TEAMS 0
+#endif
+constexpr bool kSplits = SPLITS, kTeams = TEAMS;
+static_assert(!(kSplits || kTeams) || kCluster == 1);
 static_assert(kInSmem == 0 || (kInRegisters % 2 == 0 && kInSmem % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // per tile
 constexpr int kGroup = kSide * kDeep;
@@ -225,10 +230,19 @@ __device__ __forceinline__ tile_index_t num_tiles(const Layout& layout) {
   return num_slabs(layout) * tiles_of_slab(layout);
 }
 __device__ __forceinline__ tile_index_t first_tile() {
+  if constexpr (kTeams) return blockIdx.y;
   return tile_index_t(blockIdx.x / kCluster) * kGroupsPerBlock;
 }
 __device__ __forceinline__ tile_index_t tile_step() {
+  if constexpr (kTeams) return gridDim.y;
   return tile_index_t(gridDim.x / kCluster) * kGroupsPerBlock;
+}
+// The blocks of a column, in a cluster or not, take one piece of it each.
+__device__ __forceinline__ int num_pieces() {
+  return kTeams ? gridDim.x : kSplits ? gridDim.y : kCluster;
+}
+__device__ __forceinline__ int piece_index() {
+  return kTeams ? blockIdx.x : kSplits ? blockIdx.y : cluster_rank();
 }
 
 // A thread's part of a tile. The layout of the problem is a template parameter, since
@@ -254,11 +268,10 @@ template <typename Layout, typename Row> struct place_t {
     const long long left = layout.outer.size[OUTER_AXES - 1] - column;
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
-    // The blocks of a column, in a cluster or not, take one piece of it each.
     const Row length = Row(layout.row_length);
-    const int pieces = kSplits ? gridDim.y : kCluster;
+    const int pieces = num_pieces();
     const Row piece = (length + pieces - 1) / pieces;
-    const Row first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
+    const Row first_row = piece_index() * piece;
     const Row last = first_row + piece < length ? first_row + piece : length;
     row = first_row + in_group / kSide;
     rows = has_rows && row < last ? int((last - row + kDeep - 1) / kDeep) : 0;

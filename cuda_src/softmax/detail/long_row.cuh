@@ -18,7 +18,6 @@
 
 #include "softmax/detail/hinted.cuh"
 #include "softmax/detail/partial_sum.cuh"
-#include "softmax/detail/published.cuh"
 #include "softmax/detail/row_exp.cuh"
 
 constexpr int kVector = kRowVector;
@@ -33,27 +32,6 @@ constexpr int kRoom = kHasRoots && !kLog ? row_exp_t<exps::kByTable>::kRoom : 0;
 
 __device__ __forceinline__ double power_of_two(int count) {
   return __hiloint2double((1023 + count) << 20, 0);
-}
-
-// --- what blocks publish: sums l exp(m), as two numbers ------------------------------
-
-__device__ __forceinline__ void publish(unsigned long long* at, const partial_t& sum) {
-  published_t::publish(at, sum.l);
-  published_t::publish(at + 1, sum.m);
-}
-// Whether it is published; then also what.
-__device__ __forceinline__ bool is_published(const unsigned long long* at,
-                                             partial_t& sum) {
-  const unsigned long long l = ptx::load_relaxed(at), m = ptx::load_relaxed(at + 1);
-  sum = {__longlong_as_double(l), __longlong_as_double(m)};
-  return l != published_t::kUnpublished && m != published_t::kUnpublished;
-}
-__device__ __forceinline__ partial_t wait_for(const unsigned long long* at) {
-  partial_t sum;
-  while (true) {
-    if (is_published(at, sum)) return sum;
-    __nanosleep(64);
-  }
 }
 
 // --- the sum of a warp ---------------------------------------------------------------

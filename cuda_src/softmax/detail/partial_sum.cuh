@@ -6,12 +6,7 @@
 #include "softmax/detail/scaled_sum.cuh"
 #include "softmax/detail/online_sum.cuh"
 #include "softmax/detail/params.cuh"
-
-// A block's part of a row: the sum is l exp(m), for a key m.
-struct partial_t {
-  double l;
-  double m;
-};
+#include "softmax/detail/published_sum.cuh"
 
 // Sums in powers of two take fewer instructions than those of softmax_online. Not for
 // doubles, which would lose their last digit.
@@ -53,6 +48,19 @@ __device__ __forceinline__ double scaled_to(const partial_t& sum, double m,
                                             keys_t keys) {
   if (sum.m == m || !is_finite(sum.l)) return sum.l;
   return sum.m == -infinity<double>() ? 0 : sum.l * keys.exp_diff_exact(sum.m, m);
+}
+
+// Adds sums of all lanes of a warp, in all lanes.
+template <int kCount>
+__device__ __forceinline__ partial_t join(const partial_t (&own)[kCount], keys_t keys) {
+  double m = own[0].m;
+#pragma unroll
+  for (int k = 1; k < kCount; ++k) m = larger_finite_t()(m, own[k].m);
+  m = warp_reduce(m, larger_finite_t());
+  double l = 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) l += scaled_to(own[k], m, keys);
+  return {warp_reduce(l, plus_t()), m};
 }
 
 // Whether a sum in powers of two is valid, and its published form.

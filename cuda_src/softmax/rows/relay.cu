@@ -199,19 +199,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   }
 }
 
-// Adds sums of all lanes of a warp, in all lanes.
-template <int kCount>
-__device__ __forceinline__ partial_t join(const partial_t (&own)[kCount], keys_t keys) {
-  double m = own[0].m;
-#pragma unroll
-  for (int k = 1; k < kCount; ++k) m = larger_finite_t()(m, own[k].m);
-  m = warp_reduce(m, larger_finite_t());
-  double l = 0;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) l += scaled_to(own[k], m, keys);
-  return {warp_reduce(l, plus_t()), m};
-}
-
 // --- the warps -----------------------------------------------------------------------
 
 struct block_t {

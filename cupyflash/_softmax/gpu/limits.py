@@ -44,13 +44,17 @@ def _of_columns(problem, config, values):
     """place_t of softmax/detail/column_tile.cuh."""
     side, deep = values["SIDE"], values["DEEP"]
     group, inner = side * deep, problem.layout.inner
-    pieces = config.grid[1] if values.get("SPLITS") else values["CLUSTER"]
+    pieces, beside = values["CLUSTER"], config.grid[0]
+    if values.get("SPLITS"):
+        pieces = config.grid[1]
+    if values.get("TEAMS"):
+        pieces, beside = config.grid[:2]
     piece = -(-problem.row_length // pieces)
     # A loop goes on by a batch of rows, or two, beyond the last.
     yield "rows of a thread", -(-piece // deep) + 2 * (values["IN_REGISTERS"] + deep)
     tiles = problem.num_rows // inner * -(-inner // (side * values["VECTOR"]))
     if group > on_chip.WARP or group & (group - 1):  # else they have 64 bits
-        yield "tiles", tiles + config.grid[0]
+        yield "tiles", tiles + beside
 
 
 def _of_columns_on_chip(problem, config, values):

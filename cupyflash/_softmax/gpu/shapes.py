@@ -94,11 +94,14 @@ def _columns_of(*shapes: tuple[int, int, int]):
     return layouts
 
 
-# Of every kind: narrow and wide, short and long.
+# Of every kind: narrow and wide, short and long, and so long that blocks of the whole
+# card share them.
 COLUMNS = _columns_of(
     *((1 << 10, n, inner) for inner in (8, 7, 1024) for n in (4, 64, 256, 1000, 4096)),
     (1 << 5, 8192, 1024),
     (1, 4096, 1 << 15),
+    (1, 1 << 16, 64),
+    (1, 1 << 17, 7),
 )
 # Enough to fill a device: wide or narrow, of few or many parts.
 SHARED_COLUMNS = _columns_of((1, 1024, 1 << 17), (1 << 13, 1024, 8), (1, 1 << 20, 96))

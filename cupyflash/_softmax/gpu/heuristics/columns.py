@@ -54,15 +54,85 @@ def hold_columns(problem, device):
             problem, in_registers, vector, vector * widest, device
         )
     if tile is None:
-        return f"a column of {problem.row_length} does not fit into a block or cluster"
+        return _share_tiles(problem, in_registers, vector, vector * widest, device)
     return _column_config(problem, vector, *tile, resident)
+
+
+# Columns that no cluster holds: a tile is shared by a team of blocks anywhere on the
+# card. Threads of a block, blocks per multiprocessor, rows per thread that are worth a
+# block, static shared memory beside the numbers of columns, and bytes of adjacent
+# columns in a tile (best first).
+_TEAM_THREADS, _TEAM_RESIDENT, _TEAM_LEAST_ROWS = 256, 3, 4
+_TEAM_OTHER_BYTES = 2 << 10
+# Where not all tiles fit at once, so many teams, or so few turns, are faster than to
+# read twice.
+_TEAM_LEAST_TEAMS, _TEAM_FEW_TURNS = 4, 2
+_TEAM_WIDTHS = (128, 64, 32, 16)
+_TOLD_BYTES = 16  # what a block publishes for a column
+_LINE_BYTES = 128
+
+
+def _share_tiles(problem, in_registers, vector, vector_bytes, device):
+    """Teams of blocks, all of which run at once; each team holds a tile."""
+    layout, length = problem.layout, problem.row_length
+    if device.cc < (9, 0):
+        return f"a column of {length} does not fit into a block"
+    num_vectors = -(-layout.inner // vector)
+    blocks = device.num_sms * _TEAM_RESIDENT
+    arrays = 2 if problem.dtypes.get("dy") else 1
+    in_registers = max(2, min(in_registers, 16 // arrays) // 2 * 2)
+    for width in _TEAM_WIDTHS:
+        side = min(num_vectors, max(1, width // vector_bytes))
+        deep = _TEAM_THREADS // side
+        parts = _TEAM_THREADS // on_chip.WARP if _is_power_of_two(side) else deep
+        static = side * vector * (8 * parts + 48) + _TEAM_OTHER_BYTES
+        room = device.smem_optin // _TEAM_RESIDENT - 1024 - static
+        slots = room // (_TEAM_THREADS * vector * _row_bytes(problem)) // 2 * 2
+        slots = in_registers + max(0, slots)
+        if problem.dtypes.get("where"):
+            slots = min(slots, 64 // vector)  # one bit per element
+        team = -(-length // (deep * slots))
+        if team <= blocks:
+            break
+    else:
+        return f"a column of {length} does not fit into all multiprocessors"
+    tiles = layout.num_rows // layout.inner * -(-num_vectors // side)
+    teams = blocks // team
+    turns = -(-tiles // teams)
+    if arrays == 1 and turns > 1:
+        # Teams wait for their slowest block, so there must be others meanwhile.
+        if vector_bytes // vector > 4 or not _in_lines(layout, vector_bytes // vector):
+            return f"{tiles} tiles, of which {teams} fit, are as fast if read twice"
+        if turns > _TEAM_FEW_TURNS and teams < _TEAM_LEAST_TEAMS:
+            return f"only {teams} of {tiles} tiles fit; reading twice is as fast"
+    # All blocks, with fewer rows each, unless these are very few.
+    teams = min(tiles, teams)
+    most = min(blocks // teams, -(-length // (deep * _TEAM_LEAST_ROWS)))
+    slots = -(-length // (most * deep))
+    slots += slots % 2
+    in_registers = min(in_registers, slots)
+    (main,) = _column_config(
+        problem, vector, side, deep, in_registers, slots - in_registers, 1,
+        _TEAM_THREADS * _TEAM_RESIDENT,
+    )  # fmt: skip
+    team = -(-length // (slots * deep))
+    main = softmax_config.varied(
+        main,
+        (team, teams),
+        scratch=tiles * (team + 1) * side * vector * _TOLD_BYTES,
+        values={"TEAMS": 1},
+        cooperative=True,
+    )
+    return softmax_config.varied(main, entry="clear", cooperative=False, smem=0), main
 
 
 # Sums of columns in equal shares: threads per multiprocessor, bytes of adjacent columns
 # in a tile, and the most parts of a tile that a warp merges; a block merges more.
-# Shared memory that a block needs for batches of twice the rows, batches per lane that
-# are worth another launch, and rows per lane that are worth a tile of its own.
-_SHARE_RESIDENT, _FEW_PARTS = 512, 8
+# One block merges all parts of a tile, so few tiles of small arrays have fewer parts
+# than there are warps: so many, or parts of so many bytes. Shared memory that a block
+# needs for batches of twice the rows, batches per lane that are worth another launch,
+# and rows per lane that are worth a tile of its own.
+_SHARE_RESIDENT, _FEW_PARTS, _MOST_PARTS, _SHARE_BYTES = 512, 8, 512, 64 << 10
 _SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
 # If whole tiles keep this part of the warps busy, each warp has whole ones, and nothing
@@ -86,21 +156,25 @@ def share_columns(problem, device):
     if _vector(layout, vector) != vector:
         return "columns are not a multiple of 16 bytes"
     in_registers = _SHARE_IN_REGISTERS[size] if device.smem_optin >= _SHARE_ROOM else 4
-    warps = device.num_sms * _SHARE_RESIDENT // 32
-    worth = warps * 32 * in_registers * vector * _SHARE_BATCHES
-    if problem.num_rows * problem.row_length < worth:
-        return f"fewer than {worth} elements are not worth another launch"
+    num_bytes = problem.num_rows * problem.row_length * size
     for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, although some lanes of a narrow slab are idle.
         side = 1 << (side - 1).bit_length()
         tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
+        warps = min(
+            device.num_sms * _SHARE_RESIDENT // 32,
+            max(tiles * _MOST_PARTS, num_bytes // _SHARE_BYTES),
+        )
         share = -(-tiles * problem.row_length // warps)
         tiles_each = -(-tiles // warps)
         whole = size < 8 and tiles >= _SHARE_BUSY * tiles_each * warps
         parts = 1 if whole else (problem.row_length - 1) // share + 2
         if parts <= most:
             break
+    worth = warps * 32 * in_registers * vector * _SHARE_BATCHES
+    if problem.num_rows * problem.row_length < worth:
+        return f"fewer than {worth} elements are not worth another launch"
     if problem.row_length < _SHARE_ROWS * 32 // side:
         return f"columns of {problem.row_length} are too short for a warp each"
 
@@ -247,6 +321,12 @@ def _column_config(
             cluster=cluster,
         ),
     )
+
+
+def _in_lines(layout, itemsize):
+    """Whether all rows begin at the same place of a line of memory."""
+    line = _LINE_BYTES // itemsize
+    return _vector(layout, line) == line
 
 
 def _vector(layout, most):

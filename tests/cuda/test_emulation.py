@@ -160,6 +160,16 @@ def test_many_long_rows_through_a_ring():
     of_a_gpu("sm_90a", "softmax/gpu/test_relay.py", "", CUPYFLASH_EMULATION_SMS="6")
 
 
+def test_teams_of_blocks_share_columns():
+    # Columns of -inf alone need subnormal numbers to be 0, which they are not here.
+    of_a_gpu(
+        "sm_90a",
+        "softmax/gpu/test_teams.py",
+        "float32 and not special",
+        CUPYFLASH_EMULATION_SMS="24",
+    )
+
+
 def run_rows(*arguments):
     # In a process of its own, where no other CuPy has been imported.
     return subprocess.run(

@@ -27,8 +27,9 @@ def tile(length, dtype, device=HOPPER, inner=32_768, **more):
     found = columns.hold_columns(problem, device)
     if isinstance(found, str):
         return None
-    (config,) = found
+    *_, config = found
     values = {name: int(value) for name, value in config.variant.defines}
+    values["grid"] = config.grid
     return config.num_threads, values, config.variant.smem
 
 
@@ -88,5 +89,40 @@ def test_without_clusters_a_block_holds_a_column():
             assert (threads, values["CLUSTER"]) == (256, 1)
 
 
-def test_longer_columns_are_not_held():
-    assert tile(20_000, "float32") is None
+@pytest.mark.parametrize("dtype", ITEMSIZES)
+@pytest.mark.parametrize(
+    "more", [{}, {"dtypes": {"where": "bool"}}, {"dtypes": {"dy": "float32"}}]
+)
+@pytest.mark.parametrize("length", [70_000, 262_144])
+def test_teams_hold_longer_columns(dtype, more, length):
+    """All blocks run at once: those of a team have all rows of a tile."""
+    for inner in (7, 16, 48):
+        found = tile(length, dtype, inner=inner, **more)
+        if found is None:  # too many bytes to be on chip at once
+            assert length * inner * ITEMSIZES[dtype] > 12e6
+            continue
+        threads, values, smem = found
+        team, teams, _ = values["grid"]
+        slots = values["IN_REGISTERS"] + values["IN_SMEM"]
+        assert values["TEAMS"] == 1
+        assert team * values["DEEP"] * slots >= length
+        assert (team - 1) * values["DEEP"] * slots < length
+        assert team * teams <= HOPPER.num_sms * values["RESIDENT"]
+        assert values["SIDE"] * values["DEEP"] <= threads == 256
+        assert (smem + 6 * 1024) * values["RESIDENT"] <= HOPPER.smem_optin
+
+
+def test_tall_arrays_are_read_twice():
+    """But where teams fill all lines of memory, and several take turns."""
+    assert tile(65_536, "float32", inner=1024)[1]["grid"] == (94, 4, 1)
+    assert tile(65_536, "float32", inner=1000) is None
+    assert tile(65_536, "float64", inner=1024) is None
+    assert tile(262_144, "float32", inner=1024) is None
+    assert tile(4_000_000, "float32", inner=16) is None
+
+
+@pytest.mark.parametrize("inner", [7, 128, 1024])
+def test_gradients_of_tall_arrays_are_read_once(inner):
+    for length in (20_000, 100_000, 1 << 20):
+        found = tile(length, "float32", inner=inner, dtypes={"dy": "float32"})
+        assert found[1]["TEAMS"] == 1

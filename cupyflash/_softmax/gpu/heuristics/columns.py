@@ -128,11 +128,11 @@ def _share_tiles(problem, in_registers, vector, vector_bytes, device):
 
 # Sums of columns in equal shares: threads per multiprocessor, bytes of adjacent columns
 # in a tile, and the most parts of a tile that a warp merges; a block merges more.
-# One block merges all parts of a tile, so few tiles of small arrays have fewer parts
-# than there are warps: so many, or parts of so many bytes. Shared memory that a block
-# needs for batches of twice the rows, batches per lane that are worth another launch,
-# and rows per lane that are worth a tile of its own.
-_SHARE_RESIDENT, _FEW_PARTS, _MOST_PARTS, _SHARE_BYTES = 512, 8, 512, 64 << 10
+# One block merges all parts of a tile, so few tiles of up to so many bytes have fewer
+# parts than there are warps. Shared memory that a block needs for batches of twice the
+# rows, batches per lane that are worth another launch, and rows per lane that are worth
+# a tile of its own.
+_SHARE_RESIDENT, _FEW_PARTS, _MOST_PARTS, _FEW_BYTES = 512, 8, 512, 64 << 20
 _SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
 # If whole tiles keep this part of the warps busy, each warp has whole ones, and nothing
@@ -156,16 +156,14 @@ def share_columns(problem, device):
     if _vector(layout, vector) != vector:
         return "columns are not a multiple of 16 bytes"
     in_registers = _SHARE_IN_REGISTERS[size] if device.smem_optin >= _SHARE_ROOM else 4
-    num_bytes = problem.num_rows * problem.row_length * size
     for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, although some lanes of a narrow slab are idle.
         side = 1 << (side - 1).bit_length()
         tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
-        warps = min(
-            device.num_sms * _SHARE_RESIDENT // 32,
-            max(tiles * _MOST_PARTS, num_bytes // _SHARE_BYTES),
-        )
+        warps = device.num_sms * _SHARE_RESIDENT // on_chip.WARP
+        if problem.num_rows * problem.row_length * size <= _FEW_BYTES:
+            warps = min(warps, tiles * _MOST_PARTS)
         share = -(-tiles * problem.row_length // warps)
         tiles_each = -(-tiles // warps)
         whole = size < 8 and tiles >= _SHARE_BUSY * tiles_each * warps

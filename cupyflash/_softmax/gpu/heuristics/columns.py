@@ -64,9 +64,8 @@ def hold_columns(problem, device):
 # columns in a tile (best first).
 _TEAM_THREADS, _TEAM_RESIDENT, _TEAM_LEAST_ROWS = 256, 3, 4
 _TEAM_OTHER_BYTES = 2 << 10
-# Where not all tiles fit at once, so many teams, or so few turns, are faster than to
-# read twice.
-_TEAM_LEAST_TEAMS, _TEAM_FEW_TURNS = 4, 2
+# Teams that may take any number of tiles, and tiles that each may take otherwise.
+_TEAM_MANY, _TEAM_TURNS = 4, 2
 _TEAM_WIDTHS = (128, 64, 32, 16)
 _TOLD_BYTES = 16  # what a block publishes for a column
 _LINE_BYTES = 128
@@ -98,13 +97,8 @@ def _share_tiles(problem, in_registers, vector, vector_bytes, device):
         return f"a column of {length} does not fit into all multiprocessors"
     tiles = layout.num_rows // layout.inner * -(-num_vectors // side)
     teams = blocks // team
-    turns = -(-tiles // teams)
-    if arrays == 1 and turns > 1:
-        # Teams wait for their slowest block, so there must be others meanwhile.
-        if vector_bytes // vector > 4 or not _in_lines(layout, vector_bytes // vector):
-            return f"{tiles} tiles, of which {teams} fit, are as fast if read twice"
-        if turns > _TEAM_FEW_TURNS and teams < _TEAM_LEAST_TEAMS:
-            return f"only {teams} of {tiles} tiles fit; reading twice is as fast"
+    if arrays == 1 and tiles > teams and not _may_take_turns(problem, tiles, teams):
+        return f"of {tiles} tiles {teams} fit at once; reading twice is as fast"
     # All blocks, with fewer rows each, unless these are very few.
     teams = min(tiles, teams)
     most = min(blocks // teams, -(-length // (deep * _TEAM_LEAST_ROWS)))
@@ -126,15 +120,28 @@ def _share_tiles(problem, in_registers, vector, vector_bytes, device):
     return softmax_config.varied(main, entry="clear", cooperative=False, smem=0), main
 
 
+def _may_take_turns(problem, tiles, teams):
+    """Whether teams that take several tiles are faster than to read twice."""
+    itemsize = softmax_config.widest_of(problem)
+    line = _LINE_BYTES // itemsize
+    if itemsize > 4 or problem.dtypes.get("where") or problem.scale != 1:
+        return False
+    if _vector(problem.layout, line) < line:  # tiles are not whole lines
+        return False
+    # A team waits for its slowest block, so there should be others meanwhile.
+    return teams >= _TEAM_MANY or (itemsize == 2 and tiles <= _TEAM_TURNS * teams)
+
+
 # Sums of columns in equal shares: threads per multiprocessor, bytes of adjacent columns
 # in a tile, and the most parts of a tile that a warp merges; a block merges more.
-# One block merges all parts of a tile, so few tiles of up to so many bytes have fewer
-# parts than there are warps. Shared memory that a block needs for batches of twice the
-# rows, batches per lane that are worth another launch, and rows per lane that are worth
-# a tile of its own.
-_SHARE_RESIDENT, _FEW_PARTS, _MOST_PARTS, _FEW_BYTES = 512, 8, 512, 64 << 20
+# Shared memory that a block needs for batches of twice the rows, batches per lane that
+# are worth another launch, and rows per lane that are worth a tile of its own.
+_SHARE_RESIDENT, _FEW_PARTS = 512, 8
 _SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
+# One block merges all parts of a tile: if so few tiles have up to so many bytes, this
+# many parts each are enough.
+_FEW_TILES, _FEW_BYTES, _MOST_PARTS = 2, 64 << 20, 512
 # If whole tiles keep this part of the warps busy, each warp has whole ones, and nothing
 # is left to merge.
 _SHARE_BUSY = 0.96
@@ -156,13 +163,14 @@ def share_columns(problem, device):
     if _vector(layout, vector) != vector:
         return "columns are not a multiple of 16 bytes"
     in_registers = _SHARE_IN_REGISTERS[size] if device.smem_optin >= _SHARE_ROOM else 4
+    array_bytes = problem.num_rows * problem.row_length * size
     for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, although some lanes of a narrow slab are idle.
         side = 1 << (side - 1).bit_length()
         tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
         warps = device.num_sms * _SHARE_RESIDENT // on_chip.WARP
-        if problem.num_rows * problem.row_length * size <= _FEW_BYTES:
+        if tiles <= _FEW_TILES and array_bytes <= _FEW_BYTES:
             warps = min(warps, tiles * _MOST_PARTS)
         share = -(-tiles * problem.row_length // warps)
         tiles_each = -(-tiles // warps)
@@ -319,12 +327,6 @@ def _column_config(
             cluster=cluster,
         ),
     )
-
-
-def _in_lines(layout, itemsize):
-    """Whether all rows begin at the same place of a line of memory."""
-    line = _LINE_BYTES // itemsize
-    return _vector(layout, line) == line
 
 
 def _vector(layout, most):

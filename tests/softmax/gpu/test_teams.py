@@ -11,6 +11,7 @@ import cupyflash
 pytest.importorskip("cupy")
 
 from cupyflash._cuda import runtime
+from cupyflash._softmax.gpu.heuristics import columns
 
 pytestmark = pytest.mark.gpu
 
@@ -68,8 +69,9 @@ def test_options(cupy, rng, function, dtype, option):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_teams_take_turns(cupy, rng, dtype):
-    """Of tiles and of slabs, the last of which is narrow."""
+def test_teams_take_turns(cupy, rng, monkeypatch, dtype):
+    """At the tiles of two slabs."""
+    monkeypatch.setattr(columns, "_TEAM_MANY", 1)
     num_columns = 13 * 128 // dtype_of(dtype).itemsize
     x = rng.normal(size=(2, length_of(0.15), num_columns)).astype(dtype)
     placed = cupy.asarray(x)

@@ -370,7 +370,8 @@ def for_each(
 
     The calling thread takes part. Which thread does a task is left to chance, so no
     result may depend on it. With `blas`, for tasks that call BLAS, that is held to one
-    thread meanwhile. After Ctrl-C, or a failure, no thread goes on.
+    thread meanwhile. After Ctrl-C, or a failure, no thread goes on. A step of
+    `run_with_blas` may be shared so, too.
     """
     tasks = list(tasks)
     num_threads = min(num_threads, len(tasks))
@@ -382,6 +383,7 @@ def for_each(
     cores = max(num_cores(), num_threads)
     job = _Job(function, runs, cores)
     caller = threading.get_ident()
+    is_a_step = caller in _shared.at_work
     try:
         _shared.callers.add(caller)
         if blas:
@@ -397,7 +399,11 @@ def for_each(
         if not isinstance(failure, _Cancelled):
             raise
     finally:
-        _shared.leave(caller)
+        if is_a_step:
+            _shared.callers.discard(caller)
+            _shared.at_work.add(caller)
+        else:
+            _shared.leave(caller)
     job.check()
 
 

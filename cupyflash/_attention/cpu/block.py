@@ -298,12 +298,12 @@ def offset_of(problem, operands):
     return max(-FAR, min(problem.query_offset, FAR))
 
 
-def product(a, b, out=None):
+def product(a, b, out=None, by_two=False):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
     In float32 the error of such a sum grows with the number of its terms. Few blocks
     are added up as they are; of many, float32 ones are in float64, and float64 ones in
-    runs.
+    runs. `by_two`: two threads share the blocks.
     """
     rows, terms = a.shape[-2:]
     if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
@@ -318,7 +318,12 @@ def product(a, b, out=None):
         a, b = a[..., :whole], b[..., :whole, :]
     a = a.reshape(*a.shape[:-1], num_blocks, LONGEST_SUM).swapaxes(-2, -3)
     b = b.reshape(*b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1])
-    total = np.matmul(a, b)
+    if by_two and num_blocks > 1:
+        total = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+        halves = slice(0, -(-num_blocks // 2)), slice(-(-num_blocks // 2), None)
+        matmul_by_two(*([x[..., i, :, :] for x in (a, b, total)] for i in halves))
+    else:
+        total = np.matmul(a, b)
     if num_blocks <= BLOCKS_OF_A_RUN:
         total = np.add.reduce(total, -3, None, out)
     else:
@@ -333,6 +338,11 @@ def product(a, b, out=None):
     if total is not out:
         np.copyto(out, total, casting="same_kind")
     return out
+
+
+def matmul_by_two(*arguments):
+    """np.matmul of two tuples (a, b, out) by two threads, in `run_with_blas`."""
+    threads.for_each(lambda x, _: np.matmul(*x), arguments, 2)
 
 
 def row_sums(x):

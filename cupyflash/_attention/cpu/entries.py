@@ -13,12 +13,14 @@ import numpy as np
 
 from cupyflash._attention.cpu import tiled
 from cupyflash._attention.cpu.block import (
+    LONGEST_SUM,
     WORTH_A_THREAD,
     Part,
     Task,
     blas_reads,
     cost_of_an_entry,
     finite_base,
+    matmul_by_two,
     num_threads,
     offset_of,
     product,
@@ -36,6 +38,8 @@ _BOX_BYTES = 1 << 20
 _BOX_OPERANDS, _BOX_CONVERTED = 1 << 22, 1 << 20
 # With more keys a box has too few rows for BLAS, and an entry goes by tiles.
 _MOST_KEYS = 2048
+# Rows that a part of an entry has at least.
+_FEWEST_ROWS = 24
 # Keys up to which scores lie side by side also where a bias or a mask, whose keys lie
 # so, is read across.
 _FEW_KEYS = 16
@@ -109,6 +113,8 @@ def _rows_of_a_box(problem):
     if parts > 1 or threads > 1:  # an entry alone keeps all cores at work
         cores = min(_threads.num_cores(), max(threads, 1))
         parts = -(-max(parts, 1) // cores) * cores
+        # BLAS packs all keys again for each part, which few rows are not worth.
+        parts = min(parts, max(1, rows // _FEWEST_ROWS))
     return -(-rows // max(1, min(parts, rows)))
 
 
@@ -134,7 +140,7 @@ def is_one_box(problem):
         and problem.method in ("auto", "tiled")
         and 0 < entries * rows * keys <= _scores_of_a_box(problem)
         and _rows_of_a_box(problem) == rows
-        and num_threads(problem) == 1
+        and (entries == 1 or num_threads(problem) == 1)
     )
 
 
@@ -271,7 +277,7 @@ def _is_square(q, k):
     return q.shape[-2] == k.shape[-2] and np.may_share_memory(q, k)
 
 
-def _weigh(s, v, o, sink, hides):
+def _weigh(s, v, o, sink, hides, by_two=False):
     """(P v, maxima, sums, divisors) of the rows of s, which becomes exp(s - maximum).
 
     P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
@@ -289,13 +295,16 @@ def _weigh(s, v, o, sink, hides):
     if hides:
         base = finite_base(base)
     p = np.exp(np.subtract(s, base, s), s)
-    d = row_sums(p)
+    if p.strides[-1] == p.itemsize:
+        d = row_sums(p)
+    else:  # side by side NumPy is quick, and BLAS would round halves otherwise
+        d = np.add.reduce(p, -1, None, None, True)
     if sink is not None:
         np.add(d, np.exp(sink - base), out=d)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
     if p.shape[-1] < v.shape[-1]:
-        return product(np.divide(p, divisor, p), v, o), base, d, None
-    o = product(p, v, o)
+        return product(np.divide(p, divisor, p), v, o, by_two), base, d, None
+    o = product(p, v, o, by_two)
     return np.divide(o, divisor, o), base, d, divisor
 
 
@@ -376,6 +385,8 @@ class Direct:
             None if whole else halves_of(problem),
             lambda *half: Direct(half_problem(problem, *half), problem),
         )
+        self._by_two = shares_products(problem)
+        self._halves_keys = halves_keys(problem)
         whole = whole or problem
         self._factor = np.asarray(scale_of(problem))
         self._folds = (
@@ -496,7 +507,7 @@ class Direct:
         self._add_and_hide(s, bias, mask, slopes, query_lengths, key_lengths)
         if sinks is not None:
             sinks = self._sinks(sinks)
-        o, base, d, _ = _weigh(s, v, values, sinks, self._may_hide)
+        o, base, d, _ = _weigh(s, v, values, sinks, self._may_hide, self._by_two)
         if out is None:
             out = o
         if self._blind_rows is not None:
@@ -529,6 +540,11 @@ class Direct:
 
     def _product(self, a, b):
         """a b^T, one number a score."""
+        if self._halves_keys:
+            shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            s = np.empty((*shape, self._rows.size, self._keys.size), self._dtype)
+            multiply_by_halves(a, b, s, self._by_two)
+            return s
         if not self._side_by_side:
             return np.matmul(a, b.mT)
         if len(self._cuts) == 1:
@@ -612,6 +628,43 @@ def _cuts_of(problem):
     return [slice(None)]
 
 
+def halves_keys(problem):
+    """Whether the scores of an entry come from two products, of half of the keys each.
+
+    Of a single entry two threads share these, and the blocks of P v. Few rows cannot
+    be cut, and a cut between keys changes bits, so that each entry of many has it, too.
+    """
+    return (
+        1 < problem.seqlen_q < 2 * _ROWS_OF_TILES
+        and problem.seqlen_k > LONGEST_SUM
+        and takes(problem)
+        and cost_of_an_entry(problem) >= 2 * WORTH_A_THREAD
+    )
+
+
+def shares_products(problem):
+    """Whether two threads share the products of a call."""
+    return (
+        halves_keys(problem)
+        and math.prod(problem.batch) * problem.num_heads == 1
+        and _threads.with_blas(_threads.num_cores()) > 1
+    )
+
+
+def multiply_by_halves(q, k, s, by_two):
+    """Store q k^T in `s`, half of the keys at a time, or on each of two threads."""
+    cut = k.shape[-2] // 2
+    parts = [
+        (q, k[..., keys, :].mT, s[..., keys])
+        for keys in (slice(0, cut), slice(cut, None))
+    ]
+    if by_two:
+        matmul_by_two(*parts)
+    else:
+        for part in parts:
+            np.matmul(*part)
+
+
 def _matrix(x):
     """`x` without leading axes, which have one element each."""
     return x if np.ndim(x) <= 2 else x.reshape(x.shape[-2:])
@@ -666,6 +719,8 @@ class Entries:
         self._lengths = problem.query_lengths or problem.key_lengths
         self._side_by_side = _lies_side_by_side(problem)
         self._cuts = _cuts_of(problem)
+        self._halves_keys = halves_keys(problem)
+        self._by_two = shares_products(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
             problem.left is not None
@@ -714,7 +769,9 @@ class Entries:
         if out.dtype != self.dtype or not out.flags.c_contiguous:
             o = scratch.array("o", out.shape, self.dtype)
         sink = None if self._sinks is None else self._sinks[entries[-2:]]
-        _, base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
+        _, base, d, divisor = _weigh(
+            s, v, o, sink, self._hides or last == first, self._by_two
+        )
         if not is_finite(o):
             self._repair(box, o, s, v, divisor)
             # The sum of a row whose scores all overflow to -inf, which is NaN here.
@@ -742,7 +799,9 @@ class Entries:
         q, factor = self._queries(scratch, self._q[(*entries, rows)], k)
         shape = (*q.shape[:-1], k.shape[-2])
         s = self._matrices(scratch, "s", shape, self.dtype)
-        for cut in self._cuts:
+        if self._halves_keys:
+            multiply_by_halves(q, k, s, self._by_two)
+        for cut in [] if self._halves_keys else self._cuts:
             np.matmul(q[..., cut, :], k.swapaxes(-1, -2), out=s[..., cut, :])
         if factor != 1:
             np.multiply(s, factor, out=s)

@@ -14,6 +14,7 @@ import warnings
 import numpy as np
 import oracle
 import pytest
+import threadpoolctl
 from accuracy import max_error
 
 import cupyflash
@@ -354,6 +355,36 @@ def test_many_entries_have_the_bits_of_one(rng, monkeypatch, shape, cores):
     few = [cupyflash.attention(*one) for _ in range(2)]
     y = cupyflash.attention(*many)
     assert few[0].tobytes() == few[1].tobytes() == y[: shape[0]].tobytes()
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "bias", "mask", "window"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two_threads_share_the_products_of_few_rows(rng, ways, dtype, option):
+    """With the bits of the entry among others, and of the same call by one thread."""
+    q, k, v = arrays(rng, 1, 16, 4096, 256, dtype)
+    options = {
+        "causal": {"causal": True},
+        "bias": {"bias": rng.normal(size=(16, 4096)).astype(dtype)},
+        "mask": {"mask": rng.random((16, 4096)) < 0.7},
+        "window": {"window": (3500, 0)},
+    }.get(option, {})
+    before = threadpoolctl.threadpool_info()
+    first = cupyflash.attention(q, k, v, **options)
+    ways.clear()
+    again = cupyflash.attention(q, k, v, **options)
+    assert ways == ["run_with_blas", "hold_blas", "for_each", "for_each"]
+    assert not threads._shared.callers | threads._shared.at_work
+    assert threadpoolctl.threadpool_info() == before
+    views = [np.repeat(x, 2, -1)[..., ::2] for x in (q, k, v)]
+    far = cupyflash.attention(*views, **options)
+    among = cupyflash.attention(
+        *(np.concatenate([x] * 3) for x in (q, k, v)), **options
+    )
+    for other in (again, far, among[1:2]):
+        assert first.tobytes() == other.tobytes()
+    exact = oracle.attention(q, k, v, **options)[0]
+    bound = {"float32": 2e-6, "float64": 5e-15}[dtype]
+    assert np.abs(first - exact).max() <= bound * np.abs(exact).max()
 
 
 _OF_HALVES = {

@@ -57,9 +57,11 @@ _KEYS_OF_SPLIT = 256
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Another tile than the first must promise this much.
 _SURELY = 1.02
-# With more bytes, splits are combined by another kernel, with one block per row, rather
-# than by the block that finishes last.
-_COMBINED_BY_A_BLOCK = 1 << 17
+# With more rows or bytes of results, splits are combined by another kernel, with warps
+# for each row, rather than by the block that finishes last, whose warps combine one row
+# after another. Only that block knows the sinks, so it may have more of them.
+_COMBINED_ROWS, _COMBINED_BYTES = 16, 1 << 16
+_COMBINED_WITH_SINKS = 1 << 17
 
 # Above, tiles of queries are so many that the ladder's is best.
 _LONG = 1 << 16
@@ -294,7 +296,7 @@ class HopperKernel(spec.ForwardSpec):
         most = most_seen(problem) // _KEYS_OF_SPLIT
         if problem.sinks is not None:  # added by a block that combines splits
             most = min(
-                most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem, tile)
+                most, _COMBINED_WITH_SINKS // self._bytes_of_split(problem, tile)
             )
         most = max(1, min(to_fill, most))
         if self._has_few_rows(problem):
@@ -321,16 +323,14 @@ class HopperKernel(spec.ForwardSpec):
     def combines(self, problem: AttentionProblem, device: Device) -> bool:
         """Whether the kernel itself combines the splits of the keys."""
         tile, num_splits = _choice(self, problem, device)
-        # A warp combines one row after another. Where rows are many, another launch is
-        # faster, but it knows nothing of sinks.
-        if tile.num_groups > 1 and problem.sinks is None:
+        # There is a counter for each tile, if splits are to fill the device.
+        if num_splits == 1 or 2 * self._num_tiles(problem, tile) > device.num_sms:
             return False
         size = num_splits * self._bytes_of_split(problem, tile)
-        # There is a counter for each tile, if splits are to fill the device.
-        num_tiles = self._num_tiles(problem, tile)
-        if num_splits == 1 or 2 * num_tiles > device.num_sms:
-            return False
-        return size <= _COMBINED_BY_A_BLOCK
+        if problem.sinks is not None:
+            return size <= _COMBINED_WITH_SINKS
+        rows = problem.seqlen_q * self.pack(problem)
+        return rows <= _COMBINED_ROWS and size <= _COMBINED_BYTES
 
     def split_bytes(self, problem: AttentionProblem, device: Device) -> dict[str, int]:
         """Bytes of lse (float64) and out (float32) of all splits."""

@@ -86,7 +86,7 @@ OTHERS: dict[tuple[int, int], Others] = {
             HopperTile(4, 64, num_stages=4, score_ps=59),
             HopperTile(3, 128, stage_out=False, score_ps=52),
         ),
-        (HopperTile(2, 128, score_ps=67),),
+        (HopperTile(2, 128, score_ps=67), HopperTile(3, 128, score_ps=56)),
     ),
     (128, 128): (
         (

@@ -427,8 +427,10 @@ def test_keys_are_split_where_tiles_are_few():
     (launch,) = ROW.configs(few_queries(), 1, HOPPER)
     assert launch.num_blocks <= HOPPER.num_sms
     assert {("SPLIT", "1"), ("COMBINE", "1")} <= set(launch.variant.defines)
-    # Of many rows, another kernel combines the splits.
-    many = dataclasses.replace(few_queries(64, 1), num_heads=2, num_kv_heads=2)
+    # Of more than 16 rows, another kernel combines the splits.
+    some = dataclasses.replace(few_queries(16, 1), num_heads=16, num_kv_heads=16)
+    assert len(ROW.configs(some, 1, HOPPER)) == 1
+    many = dataclasses.replace(some, seqlen_q=17)
     launch, combine = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines
     assert ("COMBINE", "1") not in launch.variant.defines

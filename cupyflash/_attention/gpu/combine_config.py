@@ -8,8 +8,9 @@ from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import AXES, Struct
 
 _THREADS = 128
-# With fewer rows, a lane has one column: more of them hide what loads take.
-_MANY_ROWS = 1 << 14
+# With fewer rows, a lane has one column: more of them hide what loads take. In float64
+# the weights of a row, which each of its warps computes, soon take longer than that.
+_MANY_ROWS, _MANY_WIDE_WARPS = 1 << 14, 1 << 12
 # Of combine_few.cu: splits of a row, and columns of a thread.
 _FEW_PARTS, _FEW_COLUMNS, _VECTOR_BYTES = 8, 8, 16
 
@@ -32,10 +33,12 @@ def parts_config(
 ) -> LaunchConfig:
     """The launch of the kernel; dtypes of the results if the splits have wider ones."""
     num_rows = math.prod(problem.shape)
-    columns = 1  # of a lane
-    while num_rows >= _MANY_ROWS and columns < 4 and 32 * columns < problem.head_dim_v:
-        columns *= 2
     wide = problem.in_sums or "float64" in (problem.dtype, problem.lse_dtype)
+    most_warps = num_rows * -(-problem.head_dim_v // 32)
+    many = most_warps >= _MANY_WIDE_WARPS if wide else num_rows >= _MANY_ROWS
+    columns = 1  # of a lane
+    while many and columns < 4 and 32 * columns < problem.head_dim_v:
+        columns *= 2
     defines = {
         "ELEM_T": CUDA_TYPES[problem.dtype],
         "LSE_T": CUDA_TYPES[problem.lse_dtype],

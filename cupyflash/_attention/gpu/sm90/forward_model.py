@@ -19,7 +19,7 @@ _SCORE, _SCORE_COLUMN = 2.7e-5, 4.7e-7
 _TERMS = 2
 # The launch that combines splits, counting what it costs the host; each number that it
 # reads, and each that it writes.
-_COMBINE, _COMBINE_READ, _COMBINE_WRITE = 6.0, 4e-6, 8e-6
+_COMBINE, _COMBINE_READ, _COMBINE_WRITE = 6.0, 2e-6, 6e-6
 # A row that is combined by a warp of the block that finishes last.
 _COMBINE_ROW = 0.7
 # Bytes of keys and values that come from memory.

@@ -243,7 +243,9 @@ class HopperKernel(spec.ForwardSpec):
             return (tiles[_bytes_of_keys(problem) > _CACHED],)
         tile = kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
         bounds, others = bounds_of(problem), self.others.get(self.dims_of(problem))
-        is_measured = bounds < 2 and not has_terms and not has_lengths(problem)
+        has_arrays = problem.bias is not None or problem.mask is not None
+        has_more = has_terms or has_arrays or has_lengths(problem)
+        is_measured = bounds < 2 and not has_more
         if others is None or not is_measured or problem.seqlen_q > _LONG:
             return (tile,)
         return tile, *(x for x in others[bounds] if x != tile)

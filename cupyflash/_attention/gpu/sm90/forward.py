@@ -63,7 +63,8 @@ _SURELY = 1.02
 _COMBINED_ROWS, _COMBINED_BYTES = 16, 1 << 16
 _COMBINED_WITH_SINKS = 1 << 17
 # Of few queries, the least numbers of keys and values of a head that are worth a split:
-# a block alone takes about 8 us for the first, and 15 for the second.
+# of each 16 rows that a block combines, or by another launch. One block takes about
+# 8 us for the first and 15 for the second.
 _SPLIT_BY_BLOCK, _SPLIT_BY_LAUNCH = 1 << 17, 1 << 18
 
 # Above, tiles of queries are so many that the ladder's is best.
@@ -306,10 +307,11 @@ class HopperKernel(spec.ForwardSpec):
         most = max(1, min(to_fill, most))
         if self._has_few_rows(problem):
             rows = problem.seqlen_q * self.pack(problem)
-            by_block = rows <= _COMBINED_ROWS or problem.sinks is not None
+            least = _SPLIT_BY_BLOCK * -(-rows // _COMBINED_ROWS)
+            if problem.sinks is None:
+                least = min(least, _SPLIT_BY_LAUNCH)
             numbers = most_seen(problem) * sum(self.dims_of(problem))
-            is_worth_it = numbers >= (_SPLIT_BY_BLOCK if by_block else _SPLIT_BY_LAUNCH)
-            return (most if is_worth_it else 1,)
+            return (most if numbers >= least else 1,)
         return tuple(sorted({min(n, most) for n in _SPLITS}))
 
     def exact_splits(

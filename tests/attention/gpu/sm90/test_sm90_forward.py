@@ -422,8 +422,11 @@ def test_keys_are_split_where_tiles_are_few():
     for head_dim_v in (65, 127):  # splits are vectors of 4 columns
         odd = dataclasses.replace(few_queries(), head_dim_v=head_dim_v)
         assert ROW.num_splits(odd, HOPPER) == 1
-    short = dataclasses.replace(few_queries(), seqlen_k=300)
-    assert ROW.num_splits(short, HOPPER) == 1
+    # Not where a block alone is done sooner.
+    for queries, least in ((1, 512), (16, 512), (17, 1024), (64, 1024)):
+        for keys in (least, least - 1):
+            asked = dataclasses.replace(few_queries(queries, 1), seqlen_k=keys)
+            assert (ROW.num_splits(asked, HOPPER) > 1) == (keys == least)
     (launch,) = ROW.configs(few_queries(), 1, HOPPER)
     assert launch.num_blocks <= HOPPER.num_sms
     assert {("SPLIT", "1"), ("COMBINE", "1")} <= set(launch.variant.defines)

@@ -132,7 +132,7 @@ ATTENTION_SHAPES = {
     "short options": ((35, 8, 21, 64), (35, 4, 60, 64), (35, 4, 60, 64)),
     "short odd": ((140, 2, 33, 33), (140, 1, 17, 33), (140, 1, 17, 90)),
     # Few queries with keys of their own.
-    "few queries": ((133, 2, 1, 64), (133, 2, 140, 64), (133, 2, 140, 64)),
+    "few queries": ((133, 2, 1, 64), (133, 2, 45, 64), (133, 2, 45, 64)),
     "few options": ((133, 2, 1, 32), (133, 2, 41, 32), (133, 2, 41, 48)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {

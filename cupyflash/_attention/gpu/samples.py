@@ -122,7 +122,14 @@ def _few():
     """Many entries with few queries, and keys of their own."""
     for dtype, (queries, keys, head_dim) in itertools.product(
         ("float16", "bfloat16", "float32"),
-        ((1, 140, 64), (1, 300, 128), (1, 20, 256), (2, 100, 64), (4, 70, 32)),
+        (
+            (1, 40, 64),
+            (1, 300, 64),
+            (1, 1000, 32),
+            (1, 20, 256),
+            (2, 100, 64),
+            (4, 70, 32),
+        ),
     ):
         few = {"num_heads": 4096, "num_kv_heads": 4096}
         few |= {"seqlen_q": queries, "seqlen_k": keys}

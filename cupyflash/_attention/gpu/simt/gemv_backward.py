@@ -55,6 +55,8 @@ class GemvVjpKernel(BackwardSpec):
         return (self.config(forward, batch_dims, device),)
 
 
+_ANY_BYTES: dict[float, float] = {256: math.inf}
+
 GEMV_VJP = GemvVjpKernel(
     name="gemv",
     tuning=Tuning(
@@ -65,9 +67,12 @@ GEMV_VJP = GemvVjpKernel(
         steps_of_more={2: (2, 2), 4: (2, 4)},
         most_queries={
             2: {32: 2, 63: 3, 96: 4, math.inf: 5},
-            4: {24: 2, 64: 3, 112: 6, math.inf: 8},
+            4: {24: 2, 64: 3, 80: 4, 112: 6, math.inf: 8},
         },
-        most_bytes={2: {256: math.inf}, 4: {256: math.inf}},
+        most_bytes=dict.fromkeys(("float16", "bfloat16", "float32"), _ANY_BYTES),
+        most_bytes_with_bias=dict.fromkeys(
+            ("float16", "bfloat16", "float32"), math.inf
+        ),
         heads_per_sm={512: 0, math.inf: 0.5},
         registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
     ),

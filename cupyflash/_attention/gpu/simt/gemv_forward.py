@@ -29,9 +29,9 @@ def power_of_two(n: float) -> int:
     return 1 << max(0, math.ceil(n) - 1).bit_length()
 
 
-def _reads_terms(problem: AttentionProblem) -> bool:
-    """Whether numbers are read for each score."""
-    return problem.bias is not None or problem.mask is not None
+def _adds_bias(problem: AttentionProblem) -> bool:
+    """Whether a bias is read for each score, with its key."""
+    return problem.bias is not None and problem.mask is None
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,16 @@ class Tuning:
     """What was measured best on an H100: docs/design/lab/0027-few-queries.md.
 
     By the size of an element: `steps` are (unroll, warps) by the bytes of k of an entry
-    with one query, `steps_of_more` those with more; `most_queries` by the keys.
-    `most_bytes` are those of k, by the columns of a head, and if there is a bias or a
-    mask. `heads_per_sm` are the fewest
-    heads per multiprocessor, by the keys.
+    with one query, `steps_of_more` those with more; `most_queries` by the keys. By the
+    dtype: `most_bytes` of k of an entry by the columns of a head, and if a bias is
+    added. `heads_per_sm` are the fewest heads per multiprocessor, by the keys.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
     steps_of_more: dict[int, tuple[int, int]]
     most_queries: dict[int, dict[float, int]]
-    most_bytes: dict[int, dict[float, float]]
-    most_bytes_with_terms: float = math.inf
+    most_bytes: dict[str, dict[float, float]]
+    most_bytes_with_bias: dict[str, float]
     heads_per_sm: dict[float, float]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
@@ -96,8 +95,8 @@ class Tuning:
             unroll, warps = by_threshold(self.steps[itemsize], k_bytes)
         of_key = (parts_k + parts_v) * vector * itemsize
         unroll = min(unroll, max(1, _MOST_LOADED // of_key))
-        if _reads_terms(problem):
-            warps = min(warps, 4)  # options take registers
+        if _adds_bias(problem):
+            warps = min(warps, 4)  # it takes registers
         # With few entries more warps, as long as they have keys.
         wanted = _ENOUGH_WARPS * device.num_sms / num_heads(problem)
         useful = problem.seqlen_k * lanes / (_WARP * unroll)
@@ -135,9 +134,9 @@ class Tuning:
             if (n := getattr(problem, name)) * itemsize % _VECTOR_BYTES:
                 return f"takes rows of whole vectors, not {name} {n}"
         widest = max(problem.head_dim, problem.head_dim_v)
-        most_bytes = by_threshold(self.most_bytes[itemsize], widest)
-        if _reads_terms(problem):
-            most_bytes = max(most_bytes, self.most_bytes_with_terms)
+        most_bytes = by_threshold(self.most_bytes[problem.dtype], widest)
+        if _adds_bias(problem):
+            most_bytes = max(most_bytes, self.most_bytes_with_bias[problem.dtype])
         if keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
@@ -175,24 +174,25 @@ class Tuning:
 class GemvKernel(spec.ForwardSpec):
     """Attention of few queries by products of matrices and vectors.
 
-    With so many keys of 33 to 64 columns `mma_short` is faster in bfloat16.
+    In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`.
     """
 
     tuning: Tuning
-    slower_in_bfloat16: range = range(49, 113)
+    wide_heads_per_sm: int = 8
 
     def unsupported_reason(self, problem, device) -> str | None:
         reason = self.tuning.unsupported_reason(problem, device)
-        keys, widest = problem.seqlen_k, max(problem.head_dim, problem.head_dim_v)
-        is_slower = keys in self.slower_in_bfloat16 and 32 < widest <= 64
+        if reason is not None:
+            return reason
+        in_16_bits = ITEMSIZE[problem.dtype] == 2
+        widest, heads = max(problem.head_dim, problem.head_dim_v), num_heads(problem)
         if (
-            reason is None
-            and problem.dtype == "bfloat16"
-            and is_slower
-            and is_plain(problem)
+            in_16_bits
+            and 64 < widest <= 128
+            and heads < (n := self.wide_heads_per_sm * device.num_sms)
         ):
-            return f"{keys} keys of {widest} columns are faster on tensor cores"
-        return reason
+            return f"takes {n} heads or more of {widest} columns, not {heads}"
+        return None
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         source, entry = "attention/simt/gemv_forward.cu", "attention_gemv"
@@ -209,10 +209,16 @@ GEMV = GemvKernel(
         steps_of_more={2: (2, 2), 4: (2, 2)},
         most_queries={2: {math.inf: 1}, 4: {32: 2, math.inf: 5}},
         most_bytes={
-            2: {32: math.inf, 128: 40 << 10, 256: math.inf},
-            4: {256: math.inf},
+            "float16": {32: math.inf, 128: 40 << 10, 256: 256 << 10},
+            # Slower than in float16, which tensor cores are not.
+            "bfloat16": {32: math.inf, 64: 6 << 10, 128: 12 << 10, 256: 32 << 10},
+            "float32": {256: math.inf},
         },
-        most_bytes_with_terms=128 << 10,
+        most_bytes_with_bias={
+            "float16": 128 << 10,
+            "bfloat16": 40 << 10,
+            "float32": math.inf,
+        },
         heads_per_sm={128: 0.5, math.inf: 2},
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
     ),

@@ -32,6 +32,7 @@ SIZES = (
     (5, 20, 40, 24),
     (8, 65, 64, 64),
     (1, 70, 256, 256),
+    (2, 50, 128, 96),
     (4, 9, 136, 256),
 )
 
@@ -98,12 +99,27 @@ def test_takes_as_many_keys_as_pay():
         asked = problem("float16", dim, 1, keys + 1)
         assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
         assert GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
-    asked = problem("bfloat16", 64, 1, 100)
+    asked = problem("bfloat16", 64, 1, 49)
     assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
-    with_bias = dataclasses.replace(asked, bias="bfloat16", seqlen_k=1024)
-    assert GEMV.unsupported_reason(with_bias, device()) is None
-    for dtype, dim in (("float16", 32), ("float16", 256), ("float32", 64)):
+    for dtype, keys in (("float16", 1024), ("bfloat16", 320)):
+        asked = problem(dtype, 64, 1, keys, bias=dtype)
+        assert GEMV.unsupported_reason(asked, device()) is None
+        asked = dataclasses.replace(asked, seqlen_k=keys + 1)
+        assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
+    for dtype, dim in (("float16", 32), ("bfloat16", 32), ("float32", 64)):
         assert GEMV.unsupported_reason(problem(dtype, dim, 1, 4096), device()) is None
+
+
+def test_takes_many_wide_heads():
+    few = {"num_heads": 1055, "num_kv_heads": 1055}
+    for dtype, dim, is_taken in (
+        ("float16", 64, True),
+        ("float16", 128, False),
+        ("float16", 256, True),
+        ("float32", 128, True),
+    ):
+        reason = GEMV.unsupported_reason(problem(dtype, dim, 1, 60, **few), device())
+        assert (reason is None) == is_taken, reason
 
 
 @pytest.mark.parametrize(
@@ -252,11 +268,11 @@ def few_heads(monkeypatch):
             first.tuning,
             heads_per_sm={4096: 0},
             most_queries={2: {4096: 8}, 4: {4096: 8}},
-            most_bytes={2: {256: 1 << 30}, 4: {256: 1 << 30}},
+            most_bytes={dtype: {256: 1 << 30} for dtype in DTYPES},
         )
         row = dataclasses.replace(first, tuning=tuning)
         if module is forward:
-            row = dataclasses.replace(row, slower_in_bfloat16=range(0))
+            row = dataclasses.replace(row, wide_heads_per_sm=0)
         monkeypatch.setattr(module, name, (row, *rest))
         monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
 

@@ -134,6 +134,13 @@ ATTENTION_SHAPES = {
     # Few queries with keys of their own.
     "few queries": ((133, 2, 1, 64), (133, 2, 45, 64), (133, 2, 45, 64)),
     "few options": ((133, 2, 1, 32), (133, 2, 41, 32), (133, 2, 41, 48)),
+    # Few keys of many queries: several blocks share a head of k.
+    "few keys": ((67, 4, 150, 32), (67, 2, 15, 32), (67, 2, 15, 32)),
+    "few keys options": ((67, 4, 140, 64), (67, 2, 7, 64), (67, 2, 7, 64)),
+    "few keys odd": ((67, 2, 133, 31), (67, 2, 16, 31), (67, 2, 16, 17)),
+    "tiny": ((300, 1, 4, 8), (300, 1, 4, 8), (300, 1, 4, 8)),
+    "tiny options": ((41, 2, 7, 8), (41, 2, 8, 8), (41, 2, 8, 8)),
+    "tiny odd": ((41, 3, 4, 13), (41, 3, 3, 13), (41, 3, 3, 7)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
@@ -158,6 +165,12 @@ _DTYPES_OF_KIND = {
     "short odd": ("float16", "float32"),
     "few queries": ("float16", "bfloat16", "float32"),
     "few options": ("bfloat16", "float32"),
+    "few keys": ("float16", "bfloat16", "float32", "tf32"),
+    "few keys options": ("bfloat16", "float32"),
+    "few keys odd": ("float16", "float32"),
+    "tiny": ("float16", "bfloat16", "float32", "float64"),
+    "tiny options": ("bfloat16", "float32", "float64"),
+    "tiny odd": ("float16", "float32"),
 }
 _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
@@ -172,7 +185,14 @@ _VJP_DTYPES_OF_KIND = {
     "short odd": ("float16", "float32"),
     "few queries": ("float16", "bfloat16", "float32"),
     "few options": ("bfloat16", "float32"),
+    "few keys": ("float16", "bfloat16", "float32"),
+    "few keys options": ("bfloat16", "float32"),
+    "few keys odd": ("float16", "float32"),
+    "tiny": ("float16", "bfloat16", "float32", "float64"),
+    "tiny options": ("bfloat16", "float32", "float64"),
+    "tiny odd": ("float16", "float32"),
 }
+_CAUSAL = ("odd", "short odd", "few keys odd", "tiny odd")
 
 
 # --- problems ------------------------------------------------------------------------
@@ -219,8 +239,8 @@ def options_of(kind, shapes, rng, dtype, naive=False):
     if kind == "empty parts":
         lengths = np.array([0, 70, shapes[1][-2]], np.int32)
         return {"key_lengths": lengths}, {"window": (300, 5)}
-    if kind not in ("options", "wider options", "short options", "few options"):
-        return {}, {"causal": True} if kind in ("odd", "short odd") else {}
+    if not kind.endswith("options"):
+        return {}, {"causal": True} if kind in _CAUSAL else {}
     (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes
     size = 0.3 if naive else 1.0
     bias = rng.normal(size=(heads, seqlen_q, seqlen_k)) * size
@@ -232,13 +252,15 @@ def options_of(kind, shapes, rng, dtype, naive=False):
         "sinks": rng.normal(size=heads).astype(dtype),
         "alibi_slopes": slopes.astype(dtype),
         "query_lengths": _lengths(batch, (seqlen_q, max(seqlen_q - 40, 1))),
-        "key_lengths": _lengths(batch, (seqlen_k - 33, seqlen_k)),
+        "key_lengths": _lengths(batch, (max(seqlen_k - 33, 1), seqlen_k)),
     }, {"causal": True, "softcap": 9.0}
 
 
 def makes_gradients(kind):
     """Whether gradients of options are asked for, which not all rows make."""
-    return kind not in ("short options", "few options")
+    return kind not in (
+        "short options", "few options", "few keys options", "tiny options"
+    )  # fmt: skip
 
 
 def _lengths(batch, lengths):

@@ -78,14 +78,31 @@ template <int kCols> struct matrix_t {
   template <int kCount, int kThreads>
   __device__ __forceinline__ void load(const elem_t* x, index_t row_stride,
                                        int num_rows, int dim, int thread) const {
+    if constexpr (kThreads < kChunks) {
+      static_assert(kChunks % 2 == 0);  // a row in two halves
+      load_columns<kCount, kThreads, kChunks / 2>(x, row_stride, num_rows, dim, thread,
+                                                  0);
+      load_columns<kCount, kThreads, kChunks / 2>(x, row_stride, num_rows, dim, thread,
+                                                  kCols / 2);
+    } else {
+      load_columns<kCount, kThreads, kChunks>(x, row_stride, num_rows, dim, thread, 0);
+    }
+  }
+
+  // The same for kOfRow chunks of each row, from a column on.
+  template <int kCount, int kThreads, int kOfRow>
+  __device__ __forceinline__ void load_columns(const elem_t* x, index_t row_stride,
+                                               int num_rows, int dim, int thread,
+                                               int first_col) const {
     constexpr int kElems = 16 / sizeof(elem_t);
-    constexpr int kAtOnce = kThreads / kChunks;  // rows
-    const int first = thread / kChunks, col = thread % kChunks * kElems;
-    if (kThreads % kChunks != 0 && first >= kAtOnce) return;
+    constexpr int kAtOnce = kThreads / kOfRow;  // rows
+    static_assert(kAtOnce > 0);
+    const int first = thread / kOfRow, col = first_col + thread % kOfRow * kElems;
+    if (kThreads % kOfRow != 0 && first >= kAtOnce) return;
     const int end = col < dim ? num_rows : 0;
     const elem_t* from = x + first * row_stride + col;
     if (has_aligned_rows(x, row_stride, dim)) {
-      const unsigned to = address() + first * kPitch + thread % kChunks * 16;
+      const unsigned to = address() + first * kPitch + col / kElems * 16;
 #pragma unroll
       for (int row = 0; row < kCount; row += kAtOnce, from += kAtOnce * row_stride) {
         if (kCount % kAtOnce != 0 && first + row >= kCount) break;

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_mma_short: gradients of thousands of entries with few queries and keys
-// each, in one launch.
+// each, or with few keys alone, in one launch.
 //
-// Algorithm  All queries and keys of a head are on chip. A warp computes 16 rows of
+// Algorithm  All keys of a head and kBlockM of its queries are on chip. A warp computes
+//            16 rows of
 //                S = score(q k^T),  P = exp(S - lse),  dP = dO v^T
 //                delta = rowsum P dP - dlse,  dS = P (dP - delta) score'(q k^T)
 //                dq = scale dS k
-//            and, once P and dS of all rows are complete, 16 keys of
+//            and, once P and dS of all rows are complete, some columns for 16 keys of
 //                dv = P^T dO,  dk = scale dS^T q
-// Grid       1-D, one block of kWarps warps per head of k and v; it loops over the
-//            query heads of a group and sums dk and dv
+// Grid       1-D, one block of kWarps warps per head of k and v; it loops over tiles of
+//            kBlockM queries of the heads of a group and sums dk and dv
 // Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
-//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once per query head
+//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared
 //            P, dS  kBlockM x kBlockN               shared, as elem_t; in float32 where
 //                                                   v and k were
-//            dk, dv of a group                      shared, in float32
+//            dk, dv of several tiles of queries     shared, in float32
 //            S, dP, dq, dk, dv                      registers, laid out as in short.cuh
 // Memory     global: each array once, except out, which is read for delta only where
 //            lse covers keys of other calls
@@ -22,7 +23,7 @@
 //            products, float32 split into tf32 numbers. lse is recomputed from these
 //            scores and used if it equals the given one up to rounding, so that P sums
 //            to 1. The same bits in every run
-// Limits     kBlockM queries and kBlockN keys; head_dim and head_dim_v up to kHeadDim
+// Limits     kBlockN keys; head_dim and head_dim_v up to kHeadDim
 //            and kHeadDimV, padded with zeros; sm_80 or newer. Infinities and NaN that
 //            a query does not see still turn into NaN, as does a dS too large for
 //            elem_t: *nonfinite then asks for another kernel, which reads delta
@@ -32,7 +33,7 @@
 #error "BLOCK_M and GROUPED come from the host"
 #endif
 constexpr int kBlockM = BLOCK_M;
-constexpr bool kGrouped = GROUPED;  // several query heads share one of k and v
+constexpr bool kGrouped = GROUPED;  // several tiles of queries share k and v
 static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
 
 // SHORT_GRADS of _attention/gpu/sm80/short_backward.py is the same struct on the host.
@@ -56,7 +57,7 @@ struct smem_t {
   matrix_v dout, v;
   matrix_p p, ds;
   unsigned* largest;  // max |dO| per warp, as the bits of a float
-  float4* kept;       // dk and dv of the previous query heads, as accumulators
+  float4* kept;       // dk and dv of the tiles of queries before, as accumulators
 
   __device__ __forceinline__ explicit smem_t(unsigned char* bytes) {
     q.rows = bytes;
@@ -145,12 +146,18 @@ __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
   }
 }
 
-// A query head in global memory, from the first query of this warp on.
+// The 16 queries of this warp: in global memory, if they exist, and in smem_t.
 struct rows_t {
   const elem_t* out;
   const float *lse, *dlse;
   float* delta;
   int i0, num_rows;
+  int in_tile;  // the first of them there
+
+  // A row, or the last one in place of one that does not exist.
+  __device__ __forceinline__ int existing(int row) const {
+    return min(row, (kGrouped ? max(num_rows, 1) : num_rows) - 1);
+  }
 };
 
 // Turns products q k^T and dO v^T of 16 queries into P and dS.
@@ -178,7 +185,7 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
   weigh(s, m, l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = min(lane / 4 + 8 * r, rows.num_rows - 1);
+    const int row = rows.existing(lane / 4 + 8 * r);
     const float given = rows.lse[row * grads.lse.row];
     const finished_t own = scores.finish(rows.i0 + row, m[r], l[r]);
     is_given[r] = l[r] != 0 && !is_same_lse(own.lse, given);
@@ -199,9 +206,9 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
     for (int r = 0; r < 2; ++r) {
 #pragma unroll 1
       for (int n = 0; n < 8; ++n) {
-        const int row = min(n + 8 * r, rows.num_rows - 1);
+        const int row = rows.existing(n + 8 * r);
         const float sum = dot_out(rows.out + row * params.out.row, params.out.col,
-                                  smem.dout.at(rows.i0 + row, 0),
+                                  smem.dout.at(rows.in_tile + row, 0),
                                   static_cast<int>(params.head_dim_v));
         if (lane / 4 == n && is_given[r]) delta[r] = sum;
       }
@@ -226,19 +233,41 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
   }
 }
 
-// Computes weights^T rows times `unit` for 16 keys from `key` on and stores it to
-// `target`. With several query heads, it is first summed in `kept`, a buffer of this
-// thread. Returns whether a number is not finite.
+// A job is 16 keys and some columns of dk or dv: as many as a warp computes at a time,
+// or fewer if some warps would have none.
+constexpr int kTilesOfKeys = (kBlockN + kRows - 1) / kRows;
+template <int kCols> __host__ __device__ constexpr int columns_of_job() {
+  int columns = kChunk<kCols>;
+  while (kGrouped && kTilesOfKeys * (kCols / columns) < kWarps && columns % 32 == 0) {
+    columns /= 2;
+  }
+  return columns;
+}
 template <int kCols>
-__device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
+constexpr int kJobs = kTilesOfKeys * (kCols / columns_of_job<kCols>());
+// Accumulators of a thread over all its jobs.
+template <int kCols>
+constexpr int kKept =
+    (kJobs<kCols> + kWarps - 1) / kWarps * (columns_of_job<kCols>() / 8);
+
+// Computes weights^T rows times `unit` for all keys, of which warp `warp` takes some
+// columns, and stores them to `target`. With several tiles of queries, they are first
+// summed in `kept`, a buffer of this thread. Returns whether a number is not finite.
+template <int kCols>
+__device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
                                              const matrix_t<kCols>& rows,
                                              const target_t& target, float unit,
                                              float4* kept, bool is_first,
                                              bool is_last) {
-  constexpr int kTiles = kChunk<kCols> / 8;
+  constexpr int kColumns = columns_of_job<kCols>(), kTiles = kColumns / 8;
   bool found = false;
+  // With as many warps as tiles of keys, a warp has all columns of a tile.
+  constexpr bool kOwnsKeys = kTilesOfKeys == kWarps;
+  constexpr int kEnd = kOwnsKeys ? kCols / kColumns : kJobs<kCols>;
 #pragma unroll 1
-  for (int col = 0; col < kCols; col += kChunk<kCols>) {
+  for (int job = kOwnsKeys ? 0 : warp; job < kEnd; job += kOwnsKeys ? 1 : kWarps) {
+    const int key = (kOwnsKeys ? warp : job % kTilesOfKeys) * kRows;
+    const int col = (kOwnsKeys ? job : job / kTilesOfKeys) * kColumns;
     sums_t<kTiles> sums = {};
     add_products<kBlockM / kStep, true>(
         sums, [&](int step) { return left_trans(weights, key, step); },
@@ -248,7 +277,7 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
     if constexpr (kGrouped) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        float4& place = kept[(col / 8 + n) * kNumThreads];
+        float4& place = kept[n * kNumThreads];
         const float4 before = is_first ? make_float4(0, 0, 0, 0) : place;
         sums[n][0] = fmaf(sums[n][0], unit, before.x);
         sums[n][1] = fmaf(sums[n][1], unit, before.y);
@@ -257,11 +286,14 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
         if (!is_last)
           place = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
       }
+      kept += kTiles * kNumThreads;
     }
     if (kGrouped && !is_last) continue;
     found |= any_nonfinite(sums);
     const float factor = kGrouped ? 1.f : unit;
-    store_rows(target.from(col), sums, {factor, factor});
+    const target_t of_keys = {target.x + key * target.row, target.row, target.col,
+                              min(target.num_rows - key, kRows), target.dim};
+    store_rows(of_keys.from(col), sums, {factor, factor});
   }
   return found;
 }
@@ -295,13 +327,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   smem.v.load<kBlockN, kNumThreads>(at.at_kv(v, params.v), params.v.row, seqlen_k,
                                     dim_v, thread);
 
+  const int tiles = kGrouped ? (seqlen_q + kBlockM - 1) / kBlockM : 1;  // of a head
   bool found = false;
-  for (int head = 0; head < group; ++head, ++at.head, ++at.row_of_heads) {
-    if (head > 0) sync_warps();  // all warps have read the old contents
-    smem.q.load<kBlockM, kNumThreads>(at.at(q, params.q), params.q.row, seqlen_q, dim,
-                                      thread);
-    smem.dout.load<kBlockM, kNumThreads>(at.at(dout, grads.dout), grads.dout.row,
-                                         seqlen_q, dim_v, thread);
+  for (int unit = 0, i0 = 0; unit < group * tiles; ++unit) {
+    const int num_queries = min(seqlen_q - i0, kBlockM);
+    if (unit > 0) sync_warps();  // all warps have read the old contents
+    smem.q.load<kBlockM, kNumThreads>(at.at(q, params.q) + i0 * params.q.row,
+                                      params.q.row, num_queries, dim, thread);
+    smem.dout.load<kBlockM, kNumThreads>(at.at(dout, grads.dout) + i0 * grads.dout.row,
+                                         grads.dout.row, num_queries, dim_v, thread);
     ptx::wait_copies();
     sync_warps();  // q, k, v and dO have arrived
 
@@ -314,13 +348,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       multiply_rows(s, smem.q, first, smem.k);
       multiply_rows(dp, smem.dout, first, smem.v);
       const scores_t scores(at, SCORE_ARGUMENTS);
+      const int row = kGrouped ? min(i0 + first, seqlen_q - 1) : first;
       const rows_t rows = {
-          at.at(out, params.out) + first * params.out.row,
-          at.at(lse, grads.lse) + first * grads.lse.row,
-          dlse == nullptr ? nullptr : at.at(dlse, grads.dlse) + first * grads.dlse.row,
-          delta + at.row_of_heads * seqlen_q + first,
-          first,
-          min(seqlen_q - first, kRows)};
+          at.at(out, params.out) + row * params.out.row,
+          at.at(lse, grads.lse) + row * grads.lse.row,
+          dlse == nullptr ? nullptr : at.at(dlse, grads.dlse) + row * grads.dlse.row,
+          delta + at.row_of_heads * seqlen_q + row,
+          i0 + first,
+          min(num_queries - first, kRows),
+          first};
       differentiate(s, dp, scores, rows, smem, params, grads);
     }
     if constexpr (kNarrow || kReuses) sync_warps();  // maxima are stored, v was read
@@ -332,8 +368,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       store_weights(smem.p, first, s, kFactorP);
       if constexpr (!kReuses) store_weights(smem.ds, first, dp, 1);
-      const target_t target = {at.at(dq, grads.dq) + first * grads.dq.row, grads.dq.row,
-                               grads.dq.col, min(seqlen_q - first, kRows), dim};
+      const target_t target = {at.at(dq, grads.dq) + (i0 + first) * grads.dq.row,
+                               grads.dq.row, grads.dq.col,
+                               min(num_queries - first, kRows), dim};
 #pragma unroll 1
       for (int col = 0; col < kHeadDim; col += kChunk<kHeadDim>) {
         sums_t<kChunk<kHeadDim> / 8> sums_q = {};
@@ -351,18 +388,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (has_queries) store_weights(smem.ds, first, dp, 1);
     }
     sync_warps();  // P and dS are complete
-    if (first < kBlockN) {
-      const int num_keys = min(seqlen_k - first, kRows);
-      const bool is_first = head == 0, is_last = head == group - 1;
-      const target_t of_v = {at.at_kv(dv, grads.dv) + first * grads.dv.row,
-                             grads.dv.row, grads.dv.col, num_keys, dim_v};
-      found |= add_weighted(smem.p, first, smem.dout, of_v, 1 / kFactorP,
-                            smem.kept + thread, is_first, is_last);
-      const target_t of_k = {at.at_kv(dk, grads.dk) + first * grads.dk.row,
-                             grads.dk.row, grads.dk.col, num_keys, dim};
-      found |= add_weighted(smem.ds, first, smem.q, of_k, scale / factor,
-                            smem.kept + kColTilesV * kNumThreads + thread, is_first,
-                            is_last);
+    const bool is_first = unit == 0, is_last = unit == group * tiles - 1;
+    const target_t of_v = {at.at_kv(dv, grads.dv), grads.dv.row, grads.dv.col, seqlen_k,
+                           dim_v};
+    found |= add_weighted(smem.p, warp_index(), smem.dout, of_v, 1 / kFactorP,
+                          smem.kept + thread, is_first, is_last);
+    const target_t of_k = {at.at_kv(dk, grads.dk), grads.dk.row, grads.dk.col, seqlen_k,
+                           dim};
+    // Warps that had fewer columns of dv begin.
+    constexpr int kMore = kJobs<kHeadDimV> % kWarps;
+    const int warp = warp_index() - kMore + (warp_index() < kMore ? kWarps : 0);
+    found |= add_weighted(smem.ds, warp, smem.q, of_k, scale / factor,
+                          smem.kept + kKept<kHeadDimV> * kNumThreads + thread, is_first,
+                          is_last);
+    i0 += kBlockM;
+    if (i0 >= seqlen_q) {
+      i0 = 0;
+      ++at.head, ++at.row_of_heads;
     }
   }
   if (found) *nonfinite = 1;

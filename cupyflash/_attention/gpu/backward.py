@@ -28,6 +28,8 @@ from cupyflash._attention.gpu.simt.backward_dscore import with_dscore
 from cupyflash._attention.gpu.simt.backward_plan import portable_steps
 from cupyflash._attention.gpu.simt.gemv_backward import GemvVjpKernel
 from cupyflash._attention.gpu.simt.gemv_backward_plan import gemv_vjp_steps
+from cupyflash._attention.gpu.simt.tiny_backward import TinyVjpKernel
+from cupyflash._attention.gpu.simt.tiny_backward_plan import tiny_vjp_steps
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
@@ -53,6 +55,7 @@ _STEPS = {
     MmaVjpKernel: mma_vjp_steps,
     GemvVjpKernel: gemv_vjp_steps,
     MmaShortVjpKernel: short_vjp_steps,
+    TinyVjpKernel: tiny_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,
     TensorFloat64VjpKernel: tensor_float64_steps,
     VjpKernel: portable_steps,

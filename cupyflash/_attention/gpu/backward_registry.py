@@ -3,6 +3,7 @@
 from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP
 from cupyflash._attention.gpu.simt.backward import TILED_VJP
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
+from cupyflash._attention.gpu.simt.tiny_backward import TINY_VJP
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP
 from cupyflash._attention.gpu.sm80.backward_fp32 import MMA_SPLIT_VJP
 from cupyflash._attention.gpu.sm80.short_backward import MMA_SHORT_VJP
@@ -11,6 +12,7 @@ from cupyflash._attention.gpu.sm90.backward_wide import HOPPER_WIDE_VJP
 
 ATTENTION_VJP_KERNELS = (  # best first
     GEMV_VJP,
+    TINY_VJP,
     MMA_SHORT_VJP,
     HOPPER_VJP,
     HOPPER_WIDE_VJP,

@@ -28,6 +28,7 @@ from cupyflash._attention.gpu.plan import (
 from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
 from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
 from cupyflash._attention.gpu.simt.gemv_forward import GemvKernel
+from cupyflash._attention.gpu.simt.tiny_forward import TinyKernel
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
 from cupyflash._attention.gpu.sm80.short_forward import MmaShortKernel
@@ -48,6 +49,7 @@ _STEPS = {
     MmaKernel: mma_steps,
     GemvKernel: fused_steps,
     MmaShortKernel: fused_steps,
+    TinyKernel: fused_steps,
     HopperWideKernel: hopper_wide_steps,
     TensorFloat64Kernel: fused_steps,
 }

@@ -106,6 +106,17 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
     )
 
 
+def operands_of_targets(layout: Layout) -> dict[str, Any]:
+    """Strides of dq, dk and dv as operand_t has them."""
+    found = {}
+    for name in ("dq", "dk", "dv"):
+        target = layout.targets[name]
+        *batch, kv_head, in_group = target.entries
+        head = in_group if name == "dq" else kv_head
+        found[name] = (tuple(batch), head, target.row, target.col)
+    return found
+
+
 def with_new_lse(problem: AttentionVjpProblem, operands) -> Layout:
     """The same for kernels that use a new, contiguous lse instead of the call's.
 

@@ -106,6 +106,7 @@ def representative():
     yield from _bounded()
     yield from _few()
     yield from _short()
+    yield from _tiny()
     yield from _wide()
     yield from _long()
 
@@ -142,7 +143,7 @@ def _few():
 
 
 def _short():
-    """Many entries with few queries and keys each."""
+    """Many entries with few queries and keys each, or with few keys."""
     for dtype, (queries, keys, head_dim) in itertools.product(
         ("float16", "bfloat16", "float32"),
         ((40, 40, 64), (16, 16, 32), (4, 4, 8), (1, 100, 64), (64, 64, 128)),
@@ -156,6 +157,23 @@ def _short():
             yield replace(made_up(dtype, head_dim), **{**few, "num_heads": 2048}), 1
     tf32 = {"precision": "tf32", "num_heads": 512, "num_kv_heads": 512}
     yield replace(made_up("float32"), seqlen_q=40, seqlen_k=40, **tf32), 1
+    # Few keys of many queries.
+    few = {"num_heads": 512, "num_kv_heads": 512, "seqlen_k": 32}
+    for dtype, head_dim in itertools.product(("bfloat16", "float32"), (64, 128, 256)):
+        yield replace(made_up(dtype, head_dim), **few), 1
+    for dtype in ("bfloat16", "float32"):
+        yield replace(made_up(dtype), **{**few, "seqlen_k": 1}), 1
+        yield replace(made_up(dtype), **few, **_ALL_OPTIONS), 2
+
+
+def _tiny():
+    """The fewest queries and keys."""
+    for dtype, (rows, head_dim) in itertools.product(FLOATS, ((4, 8), (4, 16), (8, 8))):
+        few = {"seqlen_q": rows, "seqlen_k": rows}
+        yield replace(made_up(dtype, head_dim), **few), 1
+    for dtype in ("bfloat16", "float32", "float64"):
+        few = {"seqlen_q": 4, "seqlen_k": 4}
+        yield replace(made_up(dtype, 8), **few, **_ALL_OPTIONS), 2
 
 
 def _wide():

@@ -243,6 +243,7 @@ FORWARD_PRODUCTS = {
         ("simt/gemv_forward.cu: first + kStep", lambda p, d: p.seqlen_k + 2 * 1024),
         ("score/score.cuh: low <= col - row", lambda p, d: p.seqlen_k + 1024),
     ),
+    "tiny": (),  # all is index_t
     "mma_short": (
         ("sm80/short_forward.cu: group * tiles",
          lambda p, d: p.group_size * -(-p.seqlen_q // 16) + 4),
@@ -301,6 +302,7 @@ VJP_PRODUCTS = {
     "gemv": (
         ("simt/gemv_backward.cu: first + kStep", lambda p: p.seqlen_k + 2 * 1024),
     ),
+    "tiny": (),
     "mma_short": (
         ("sm80/short.cuh: bounds.high + row", lambda p: (1 << 30) + p.seqlen_q + 16),
     ),

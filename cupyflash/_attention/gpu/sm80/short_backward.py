@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.config import is_plain
+from cupyflash._attention.gpu.config import LONG_SUM, is_plain
 from cupyflash._attention.gpu.gradient_limits import shared_axes
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.sm80 import short_forward
@@ -15,6 +15,7 @@ from cupyflash._attention.gpu.sm80.short_forward import (
     keys_in_tiles,
     matrix_bytes,
     most_registers,
+    num_kv_heads,
 )
 from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
@@ -35,18 +36,30 @@ class MmaShortVjpKernel(BackwardSpec):
     """All gradients of a head in one launch by mma.sync, with all its keys on chip.
 
     `registers` belong to most_registers(), by the largest of head dimensions, queries
-    and keys.
+    and keys; `few_keys` maps the size of an element to how many keys pay off for more
+    queries than a block holds at a time.
     """
 
     registers: dict[int, dict[float, int]]
+    few_keys: dict[int, int]
     most_keys: int = 112  # more spill
+    widest: int = 128
     # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
     most_columns_with_options: int = 64
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
-        reason = short_forward.unsupported_reason(forward, device, self.most_keys)
+        most_keys = self.most_keys
+        if forward.seqlen_q > short_forward.MOST_QUERIES:
+            most_keys = self.few_keys.get(ITEMSIZE[forward.dtype], 0)
+        reason = (
+            short_forward.unsupported_reason(
+                forward, device, LONG_SUM, most_keys, self.widest
+            )
+            or self._refuse_long_sums(forward)
+            or short_forward.refuse_few_blocks(num_kv_heads(forward), device)
+        )
         if reason is not None:
             return reason
         for name in ("dbias", "dsinks", "dscore"):
@@ -71,43 +84,71 @@ class MmaShortVjpKernel(BackwardSpec):
             )
         return None
 
+    def _refuse_long_sums(self, forward):
+        """Why dk and dv are sums of too many rows for one level, or None."""
+        queries = forward.group_size * forward.seqlen_q
+        if forward.seqlen_q > short_forward.MOST_QUERIES and queries > LONG_SUM:
+            return f"sums up to {LONG_SUM} queries of a head of k, not {queries}"
+        return None
+
     def warps(self, forward: AttentionProblem) -> int:
         """Warps that share a head of k and v: one per 16 queries, or keys."""
-        return in_tiles(max(forward.seqlen_q, forward.seqlen_k)) // ROWS
+        return in_tiles(max(self.block_m(forward), forward.seqlen_k)) // ROWS
+
+    def block_m(self, forward: AttentionProblem) -> int:
+        """Queries that are on chip at a time."""
+        return min(in_tiles(forward.seqlen_q), short_forward.MOST_QUERIES)
+
+    def sums_tiles(self, forward: AttentionProblem) -> bool:
+        """Whether dk and dv are sums over several tiles of queries."""
+        return forward.group_size > 1 or forward.seqlen_q > short_forward.MOST_QUERIES
+
+    def _kept(self, forward, dim):
+        """Bytes of dk or dv as accumulators: kKept of the kernel, for all threads."""
+        most = 32 if forward.dtype == "float32" else 64  # kMostColumns
+        columns = dim // -(-dim // most)
+        tiles = in_tiles(keys_in_tiles(forward)) // ROWS
+        warps = self.warps(forward)
+        while tiles * (dim // columns) < warps and columns % 32 == 0:
+            columns //= 2  # columns_of_job()
+        jobs = tiles * (dim // columns)
+        return -(-jobs // warps) * (columns // 8) * 16 * 32 * warps
 
     def head_bytes(self, forward: AttentionProblem) -> int:
         """The size of smem_t of attention/sm80/short_backward.cu."""
         itemsize = ITEMSIZE[forward.dtype]
-        queries, keys = in_tiles(forward.seqlen_q), keys_in_tiles(forward)
+        queries, keys = self.block_m(forward), keys_in_tiles(forward)
         rows = sum(matrix_bytes(queries + keys, n, itemsize) for n in dims(forward))
         weights = matrix_bytes(queries, in_tiles(keys), itemsize)
+        grouped = self.sums_tiles(forward)
         reused = min(matrix_bytes(keys, n, itemsize) for n in dims(forward))
-        if itemsize == 4 and forward.group_size == 1 and weights <= reused:
+        if itemsize == 4 and not grouped and weights <= reused:
             weights = 0  # where k and v were
         warps = self.warps(forward)
-        # dk and dv of the previous query heads, in float32.
-        kept = sum(dims(forward)) * 64 * warps if forward.group_size > 1 else 0
+        # dk and dv of the tiles of queries before, in float32.
+        kept = sum(self._kept(forward, n) for n in dims(forward)) if grouped else 0
         return rows + 2 * weights + 16 * warps + kept
 
     def config(
         self, forward: AttentionProblem, batch_dims: int, device: Device
     ) -> LaunchConfig:
         """The launch of the kernel that computes all gradients."""
-        queries, keys = in_tiles(forward.seqlen_q), keys_in_tiles(forward)
+        queries, keys = self.block_m(forward), keys_in_tiles(forward)
         largest = max(*dims(forward), queries, keys)
         registers = MOST_REGISTERS
-        if forward.group_size == 1:
+        if forward.group_size == 1 or forward.seqlen_q > short_forward.MOST_QUERIES:
             registers = most_registers(self.registers, largest, forward, device)
         return short_forward.config(
             "attention/sm80/short_backward.cu",
             "attention_vjp_mma_short",
             forward,
             batch_dims,
+            num_kv_heads(forward),
             self.warps(forward),
             self.head_bytes(forward),
             registers,
             BLOCK_M=queries,
-            GROUPED=int(forward.group_size > 1),
+            GROUPED=int(self.sums_tiles(forward)),
             GRAD_T=CUDA_TYPES[forward.dtype],
         )
 
@@ -121,4 +162,6 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
         2: {32: 96, 64: 136, math.inf: 255},
         4: {64: 168, math.inf: 255},
     },
+    # Tuned on an H100: docs/design/lab/results/few_keys_h100.json.
+    few_keys={2: 32, 4: 64},
 )

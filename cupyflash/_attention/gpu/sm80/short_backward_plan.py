@@ -16,16 +16,8 @@ def short_vjp_steps(row, problem, operands, device) -> Steps:
     """
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
-
-    def operand(name):
-        """Strides of a gradient as operand_t has them."""
-        target = layout.targets[name]
-        *batch, kv_head, in_group = target.entries
-        head = in_group if name == "dq" else kv_head
-        return (tuple(batch), head, target.row, target.col)
-
     dims = layout.batch_dims
-    fields = {**layout.grads, **{n: operand(n) for n in ("dq", "dk", "dv")}}
+    fields = layout.grads | gradient_layout.operands_of_targets(layout)
     arguments = (
         "q", "k", "v", "dout", "out", "lse", "dlse", "delta", "dq", "dk", "dv", "found",
         *OPTIONS_AND_OFFSET,

@@ -4,21 +4,28 @@ import math
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import spec
-from cupyflash._attention.gpu.config import compiled_dims, is_plain, launch_config
+from cupyflash._attention.gpu.config import (
+    MOST_COUNTED,
+    compiled_dims,
+    if_on,
+    is_plain,
+    launch_config,
+    too_many,
+)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
-# Head dimensions that are compiled; zeros pad.
-DIMS = (16, 32, 64, 96, 128)
+# Head dimensions that are compiled, of gradients up to 128; zeros pad.
+DIMS = (16, 32, 64, 96, 128, 192, 256)
 # kRows of attention/sm80/short.cuh: queries, or keys, per warp.
 ROWS = 16
 # Registers per multiprocessor, and the most per thread.
 _REGISTERS, MOST_REGISTERS = 1 << 16, 255
-# The most queries of an entry.
+# The most queries of a head that one block takes; of more, blocks have a part each.
 MOST_QUERIES = 64
-_NARROW = 64
+_NARROW, _MANY_COLUMNS = 64, 128
 # The most warps that share a head.
 _MOST_WARPS = 4
 
@@ -49,7 +56,11 @@ def num_kv_heads(problem: AttentionProblem) -> int:
 
 
 def unsupported_reason(
-    problem: AttentionProblem, device: Device, most_keys: int
+    problem: AttentionProblem,
+    device: Device,
+    most_queries: float,
+    most_keys: int,
+    widest: int,
 ) -> str | None:
     """Why no kernel for short entries supports `problem`, or None."""
     dtypes = *spec.HALVES, "float32"
@@ -59,13 +70,18 @@ def unsupported_reason(
         return "takes no score or mask function"
     if problem.keys_of_part is not None:
         return "holds all keys of a head at once"
-    for name, most in (("seqlen_q", MOST_QUERIES), ("seqlen_k", most_keys)):
+    if reason := spec.refuse_width(problem, widest):
+        return reason
+    for name, most in (("seqlen_q", most_queries), ("seqlen_k", most_keys)):
         if not 1 <= (n := getattr(problem, name)) <= most:
             return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"
-    if reason := spec.refuse_width(problem, DIMS[-1]):
-        return reason
-    if (heads := num_kv_heads(problem)) < device.num_sms:
-        return f"takes a head of k for each of {device.num_sms} blocks, not {heads}"
+    return None
+
+
+def refuse_few_blocks(num_blocks: int, device: Device) -> str | None:
+    """Why so few blocks would leave multiprocessors idle, or None."""
+    if num_blocks < device.num_sms:
+        return f"needs work for {device.num_sms} blocks, and has it for {num_blocks}"
     return None
 
 
@@ -94,12 +110,13 @@ def config(
     entry: str,
     problem: AttentionProblem,
     batch_dims: int,
+    num_blocks: int,
     warps: int,
     head_bytes: int,
     registers: int,
     **more,
 ) -> LaunchConfig:
-    """A launch with one block of `warps` warps per head of k, which share `head_bytes`.
+    """A launch with blocks of `warps` warps, which share `head_bytes`.
 
     `registers` are those of a thread without options.
     """
@@ -115,7 +132,6 @@ def config(
         "MIN_BLOCKS": max(1, _REGISTERS // (num_threads * registers)),
         **more,
     }
-    num_blocks = num_kv_heads(problem)
     return launch_config(
         problem, batch_dims, num_blocks, num_threads, source, entry, smem=head_bytes,
         **shape,
@@ -126,29 +142,65 @@ def config(
 class MmaShortKernel(spec.ForwardSpec):
     """Attention by mma.sync with all keys of a head on chip.
 
-    `most_keys` maps the size of an element to how many keys pay off up to a number of
-    queries; `registers` belong to most_registers(), by the keys.
+    How many keys pay off, by the size of an element: `most_keys` up to a number of
+    queries, `wide_keys` the same of wide heads; `few_keys` up to a head dimension with
+    more queries, `biased_keys` the same with a bias of each score. `registers` belong
+    to most_registers(), by the keys.
     """
 
     registers: dict[int, dict[float, int]]
     most_keys: dict[int, dict[float, int]]
+    few_keys: dict[int, dict[float, int]]
+    biased_keys: dict[int, dict[float, int]]
+    wide_keys: dict[int, dict[float, int]]
+    tiles_of_block: int  # of 16 queries, where blocks have a part of a head each
 
     def unsupported_reason(self, problem, device) -> str | None:
-        ladder = self.most_keys.get(ITEMSIZE[problem.dtype], {MOST_QUERIES: 0})
-        queries = min(problem.seqlen_q, MOST_QUERIES)
-        reason = unsupported_reason(problem, device, by_threshold(ladder, queries))
-        if reason is None and self.head_bytes(problem) > device.smem_optin:
-            reason = (
-                f"{problem.seqlen_k} keys of {problem.head_dim} columns need more "
-                f"shared memory than the {device.smem_optin} bytes that a block may "
-                "have"
-            )
-        return reason
+        most_keys = self._most_keys(problem)
+        return (
+            unsupported_reason(problem, device, MOST_COUNTED, most_keys, DIMS[-1])
+            or too_many(self.counts(problem, device))
+            or refuse_few_blocks(self._num_blocks(problem), device)
+            or spec.refuse_smem(self.head_bytes(problem), device)
+        )
+
+    def _most_keys(self, problem):
+        """The most keys that pay off."""
+        size, columns = (
+            ITEMSIZE[problem.dtype],
+            max(problem.head_dim, problem.head_dim_v),
+        )
+        if size not in self.most_keys or columns > DIMS[-1]:
+            return 0
+        if not self.splits_queries(problem):
+            is_wide = columns > _MANY_COLUMNS
+            ladders = self.wide_keys if is_wide else self.most_keys
+            return by_threshold(ladders[size], problem.seqlen_q)
+        has_bias = problem.bias is not None and problem.terms != "keys"
+        ladders = self.biased_keys if has_bias else self.few_keys
+        return by_threshold(ladders[size], columns)
+
+    def counts(self, problem, device) -> dict[str, tuple[int, int]]:
+        queries = problem.group_size * problem.seqlen_q
+        return {"queries of a head of k": (queries, MOST_COUNTED)}
+
+    def splits_queries(self, problem: AttentionProblem) -> bool:
+        """Whether several blocks share a head of k and v."""
+        return problem.seqlen_q > MOST_QUERIES
+
+    def _num_tiles(self, problem):
+        """Tiles of queries of a head of k and v."""
+        return problem.group_size * in_tiles(problem.seqlen_q) // ROWS
+
+    def _num_blocks(self, problem):
+        heads = num_kv_heads(problem)
+        if not self.splits_queries(problem):
+            return heads
+        return heads * -(-self._num_tiles(problem) // self.tiles_of_block)
 
     def warps(self, problem: AttentionProblem) -> int:
-        """Warps that share a head of k and v: one per 16 queries, up to 4."""
-        tiles = problem.group_size * in_tiles(problem.seqlen_q) // ROWS
-        return min(tiles, _MOST_WARPS)
+        """Warps of a block: one per 16 queries, up to 4."""
+        return min(self._num_tiles(problem), _MOST_WARPS)
 
     def head_bytes(self, problem: AttentionProblem) -> int:
         """Shared memory of a head of k and v, and of the queries of its warps."""
@@ -163,15 +215,21 @@ class MmaShortKernel(spec.ForwardSpec):
         keys = keys_in_tiles(problem)
         if max(dims(problem)) > _NARROW:  # wide heads take the registers of many keys
             keys = max(keys, _NARROW)
+        splits = self.splits_queries(problem)
         return (
             config(
                 "attention/sm80/short_forward.cu",
                 "attention_mma_short",
                 problem,
                 batch_dims,
+                self._num_blocks(problem),
                 self.warps(problem),
                 self.head_bytes(problem),
                 most_registers(self.registers, keys, problem, device),
+                **if_on(
+                    TILES_OF_BLOCK=splits and self.tiles_of_block,
+                    LOADS_AHEAD=splits or self._num_tiles(problem) > _MOST_WARPS,
+                ),
             ),
         )
 
@@ -189,4 +247,19 @@ MMA_SHORT = MmaShortKernel(
         2: {16: 112, 48: 64, 64: 48},
         4: {16: 32, 64: 64},
     },
+    # Tuned on an H100: docs/design/lab/results/few_keys_h100.json. Else `hopper` is
+    # as fast in 16 bits, or faster; it loads a bias by TMA from 8 keys on.
+    wide_keys={
+        2: {32: 16, 64: 0},
+        4: {64: 32},
+    },
+    few_keys={
+        2: {32: 16, 256: 0},
+        4: {128: 64, 256: 32},
+    },
+    biased_keys={
+        2: {128: 7, 256: 0},
+        4: {128: 64, 256: 32},
+    },
+    tiles_of_block=16,
 )

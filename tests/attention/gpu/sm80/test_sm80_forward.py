@@ -86,7 +86,11 @@ def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
         # Of fewer heads keys are in parts.
         (problem("float32", seqlen_q=63, num_heads=192), "sm_90a", "from 64 queries"),
         (problem("float32", seqlen_q=31), "sm_90a", "from 64 queries and keys on"),
-        (problem("float32", seqlen_k=10), "sm_90a", "from 64 queries and keys on"),
+        (
+            problem("float32", seqlen_k=10, score="s * 2"),
+            "sm_90a",
+            "from 64 queries and keys on",
+        ),
         (problem(seqlen_k=(1 << 18) + 1), "sm_80", "up to 262144 keys"),
         (problem("float32", seqlen_k=1 << 29), "sm_90a", "32 bits"),
     ],

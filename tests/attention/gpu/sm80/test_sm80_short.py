@@ -1,4 +1,4 @@
-"""The row of short entries in both tables: what it takes, and its numbers."""
+"""The row of short entries, and of few keys, in both tables."""
 
 import dataclasses
 
@@ -27,8 +27,8 @@ SIZES = (
     (40, 40, 64, 64),
     (16, 16, 32, 32),
     (17, 33, 64, 64),
-    (1, 1, 1, 1),
-    (4, 4, 8, 8),
+    (1, 9, 1, 1),
+    (9, 4, 8, 8),
     (1, 100, 64, 64),
     (64, 64, 128, 128),
     (33, 15, 33, 17),
@@ -55,12 +55,12 @@ def device(arch="sm_90a"):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 1, 1), (40, 40, 64)])
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 9, 1), (40, 40, 64)])
 def test_takes(arch, dtype, queries, keys, dim):
     asked = problem(dtype, dim, queries, keys)
     row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
     assert row is MMA_SHORT
-    assert [name for name, _ in refused] == ["gemv"]
+    assert [name for name, _ in refused] == ["gemv", "tiny"]
     row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
     assert row is MMA_SHORT_VJP
 
@@ -68,13 +68,16 @@ def test_takes(arch, dtype, queries, keys, dim):
 REFUSED = [
     (problem("float64"), "sm_90a", "not float64"),
     (problem(), "sm_75", "needs sm_80"),
-    (problem(queries=65), "sm_90a", "1 to 64 queries, not 65"),
-    (problem(queries=0), "sm_90a", "1 to 64 queries, not 0"),
+    (problem(queries=0), "sm_90a", "queries, not 0"),
     (problem(keys=129), "sm_90a", "keys, not 129"),
     (problem(keys=0), "sm_90a", "keys, not 0"),
-    (problem(head_dim=129), "sm_90a", "head_dim 129 is above 128"),
-    (problem(head_dim_v=160), "sm_90a", "head_dim_v 160 is above 128"),
-    (problem(num_heads=131, num_kv_heads=131), "sm_90a", "132 blocks, not 131"),
+    (problem(head_dim=257), "sm_90a", "head_dim 257 is above"),
+    (problem(head_dim_v=260), "sm_90a", "head_dim_v 260 is above"),
+    (
+        problem(num_heads=131, num_kv_heads=131),
+        "sm_90a",
+        "132 blocks, and has it for 131",
+    ),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
 ]
@@ -106,6 +109,7 @@ def test_takes_as_many_keys_as_pay(dtype, queries, keys):
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [
+        (gradient(problem(head_dim=129)), "sm_90a", "head_dim 129 is above 128"),
         (gradient(problem(), need_dbias=True), "sm_90a", "does not compute dbias"),
         (gradient(problem(), need_dsinks=True), "sm_90a", "does not compute dsinks"),
         (gradient(problem(keys=113)), "sm_90a", "1 to 112 keys, not 113"),
@@ -121,6 +125,44 @@ def test_takes_as_many_keys_as_pay(dtype, queries, keys):
 )
 def test_gradients_are_left_to_the_next_row(asked, arch, reason):
     assert reason in MMA_SHORT_VJP.unsupported_reason(asked, device(arch))
+
+
+@pytest.mark.parametrize(("queries", "blocks"), [(64, 1), (65, 2), (256, 4)])
+def test_blocks_have_parts_of_the_queries(queries, blocks):
+    """A group of 4 heads: as many tiles of 16 queries as a block takes, or fewer."""
+    asked = problem("float16", 32, queries, 16, num_heads=2048)
+    (config,) = MMA_SHORT.configs(asked, 1, device())
+    assert config.num_blocks == 512 * blocks
+    (gradients,) = MMA_SHORT_VJP.configs(asked, 1, device(), False)
+    assert gradients.num_blocks == 512
+    assert dict(gradients.variant.defines)["BLOCK_M"] == "64"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "dim", "options", "keys"),
+    [
+        ("float32", 512, 64, {}, 64),
+        ("float32", 512, 256, {}, 32),
+        ("float32", 64, 256, {}, 32),
+        ("bfloat16", 512, 32, {}, 16),
+        ("bfloat16", 512, 128, {"bias": "bfloat16", "terms": "any"}, 7),
+        ("float16", 32, 256, {}, 16),
+    ],
+)
+def test_takes_as_few_keys_as_pay(dtype, queries, dim, options, keys):
+    asked = problem(dtype, dim, queries, keys, **options)
+    assert MMA_SHORT.unsupported_reason(asked, device()) is None
+    more = dataclasses.replace(asked, seqlen_k=keys + 1)
+    assert f"1 to {keys} keys" in MMA_SHORT.unsupported_reason(more, device())
+
+
+def test_dk_of_long_sums_is_left_to_the_next_row():
+    asked = gradient(problem("float16", 64, 1 << 16, 17))
+    reason = MMA_SHORT_VJP.unsupported_reason(asked, device())
+    assert "1 to 32768 queries, not 65536" in reason
+    group = problem("float16", 64, 1 << 14, 17, num_heads=2048)
+    reason = MMA_SHORT_VJP.unsupported_reason(gradient(group), device())
+    assert "up to 32768 queries of a head of k, not 65536" in reason
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,8 +225,12 @@ def test_gradients_go_where_their_arrays_have_them(layout):
     assert dict(config.variant.defines)["GROUPED"] == "1"
 
 
+# Many queries with few keys: the last block has 4 rows, and the last tile of gradients
+# one.
+FEW_KEYS = ((260, 1, 32, 32), (129, 16, 24, 17), (193, 31, 64, 64), (100, 17, 128, 33))
 # Of these the gradients alone are of this row.
 OTHER_FORWARD = (
+    *((dtype, size) for dtype in ("float16", "bfloat16") for size in FEW_KEYS[2:]),
     ("float32", (1, 100, 64, 64)),
     ("float16", (64, 64, 128, 128)),
     ("bfloat16", (64, 64, 128, 128)),
@@ -236,7 +282,9 @@ def check_both(cupy, rng, dtype, size, **options):
 
 def num_sms(cupy):
     """Multiprocessors of the device: heads that the row asks for."""
-    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+    from cupyflash._cuda import runtime
+
+    return runtime.device(0).num_sms
 
 
 @pytest.mark.gpu
@@ -256,6 +304,34 @@ def test_query_heads_of_a_group(cupy, rng, dtype, heads, size):
     check_both(cupy, rng, dtype, size, heads=heads)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", FEW_KEYS)
+def test_few_keys(cupy, rng, dtype, size):
+    check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_keys_of_a_group(cupy, rng, dtype):
+    check_both(cupy, rng, dtype, (70, 15, 32, 32), heads=(4, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(30, 16, 256, 192), (20, 3, 160, 256)])
+def test_wide_heads(cupy, rng, dtype, size):
+    """Whose gradients other rows make."""
+    queries, keys, dim, dim_v = size
+    batch = num_sms(cupy) + 1
+    q, k, v, _ = inputs(
+        rng, dtype, (batch, 1, queries, dim), (batch, 1, keys, dim), dim_v
+    )
+    told = cupyflash.explain("attention", *(place(cupy, x) for x in (q, k, v)))
+    assert told.kernel == "mma_short"
+    agree(cupy, *inputs(rng, dtype, q.shape, k.shape, dim_v))
+
+
 SINGLE = (
     "causal", "causal from the top", "offset", "window", "left window", "softcap",
     "scale", "zero scale",
@@ -268,6 +344,14 @@ SINGLE = (
 @pytest.mark.parametrize("name", SINGLE)
 def test_options(cupy, rng, dtype, name):
     check_both(cupy, rng, dtype, (21, 37, 64, 64), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options_of_few_keys(cupy, rng, dtype, name):
+    """Positions are those of the whole call in each part of the queries."""
+    check_both(cupy, rng, dtype, (150, 13, 32, 32), **OPTIONS[name])
 
 
 @pytest.mark.gpu

@@ -1,0 +1,186 @@
+"""The row of the tiniest entries in both tables: what it takes, and its numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import vjp_laws
+from accuracy import to_host
+from placing import FORMS, place
+from test_attention_vjp import OPTIONS, agree, inputs
+
+import cupyflash
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.simt.tiny_backward import TINY_VJP
+from cupyflash._attention.gpu.simt.tiny_forward import TINY
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import FLOATS
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
+
+# (queries, keys, head_dim, head_dim_v): the most, whole vectors, single numbers.
+SIZES = (
+    (4, 4, 8, 8),
+    (4, 4, 16, 16),
+    (8, 8, 8, 8),
+    (1, 1, 1, 1),
+    (3, 2, 13, 16),
+    (2, 7, 8, 3),
+    (8, 1, 5, 8),
+)
+
+
+def problem(dtype="float32", rows=4, head_dim=8, **options):
+    made = samples.made_up(dtype, head_dim)
+    return dataclasses.replace(made, **{"seqlen_q": rows, "seqlen_k": rows, **options})
+
+
+def gradient(forward, **options):
+    return AttentionVjpProblem(forward, (), (), (), **options)
+
+
+def device(arch="sm_90a"):
+    return _device.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "head_dim"), [(1, 1), (4, 16), (8, 8)])
+def test_takes(arch, dtype, rows, head_dim):
+    asked = problem(dtype, rows, head_dim)
+    if kernel.refuse_old_device(dtype, device(arch)) is None:
+        row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+        assert row is TINY
+        assert [name for name, _ in refused] == ["gemv"]
+        row, refused = kernel.select(
+            ATTENTION_VJP_KERNELS, gradient(asked), device(arch)
+        )
+        assert row is TINY_VJP
+        assert [name for name, _ in refused] == ["gemv"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (problem(rows=9), "1 to 8 queries, not 9"),
+        (problem(seqlen_k=9), "1 to 8 keys, not 9"),
+        (problem(seqlen_q=0), "1 to 8 queries, not 0"),
+        (problem(seqlen_k=0), "1 to 8 keys, not 0"),
+        (problem(head_dim=17), "head_dim 17 is above 16"),
+        (problem(rows=8, head_dim_v=9), "head_dim_v 9 is above 8"),
+        (problem(seqlen_q=5, head_dim=9), "head_dim 9 is above 8"),
+        (problem(keys_of_part=256), "all keys at once"),
+        (problem(score="s * 2"), "no score or mask function"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, reason):
+    for row, x in ((TINY, asked), (TINY_VJP, gradient(asked))):
+        assert reason in row.unsupported_reason(x, device())
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (gradient(problem(), need_dbias=True), "does not compute dbias"),
+        (gradient(problem(), need_dsinks=True), "does not compute dsinks"),
+        (gradient(problem(num_kv_heads=32)), "one query head per head of k"),
+        (
+            AttentionVjpProblem(problem(batch=(3,)), (64, 4, 8), (), ()),
+            "q is shared by entries of the batch",
+        ),
+    ],
+)
+def test_gradients_are_left_to_the_next_row(asked, reason):
+    assert reason in TINY_VJP.unsupported_reason(asked, device())
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, 4), (33, 4), (1000, 8), (17, 3)])
+def test_threads_have_all_rows(heads, rows):
+    asked = problem(rows=rows, num_heads=heads, num_kv_heads=heads)
+    (config,) = TINY.configs(asked, 1, device())
+    threads = config.num_blocks * config.num_threads
+    assert heads * rows <= threads < heads * rows + 128
+    (config,) = TINY_VJP.configs(asked, 1, device(), False)
+    of_head = 4 if rows <= 4 else 8
+    threads = config.num_blocks * config.num_threads
+    assert heads * of_head <= threads < heads * of_head + 128
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def check_both(cupy, rng, dtype, size, **options):
+    queries, keys, dim, dim_v = size
+    vjp_laws.check(
+        "tiny", cupy, rng, dtype, dims=(dim, dim_v), seqlens=(queries, keys),
+        **{"heads": (3, 3), "batch": (23,), **options},
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size(cupy, rng, dtype, size):
+    check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(cupy, rng, dtype, name):
+    options = OPTIONS[name]
+    if any(isinstance(x, np.ndarray) for x in options.values()):
+        pytest.skip("its arrays are those of other lengths")
+    check_both(cupy, rng, dtype, (7, 6, 8, 8), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strides(cupy, rng, dtype, form):
+    shape = (19, 2, 4, 12)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
+    agree(cupy, *inputs(rng, dtype, shape, shape), forms=forms, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_an_lse_and_what_flows_into_it(cupy, rng, dtype):
+    """Of other keys besides: gradients of parts of the keys, with the lse of all."""
+    shape = (41, 2, 4, 8)
+    q, k, v, dout = inputs(rng, dtype, shape, shape)
+    dlse = rng.normal(size=shape[:-1]).astype(
+        np.float64 if dtype == "float64" else np.float32
+    )
+    agree(cupy, q, k, v, dout, dlse=dlse)
+    q, k, v, dout = (place(cupy, x) for x in (q, k, v, dout))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5, "float64": 1e-12}[dtype]
+    dq = 0
+    for part in (slice(0, 1), slice(1, 4)):
+        keys, values = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
+        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse)
+        dq = dq + to_host(got.dq).astype("f8")
+        for name in ("dk", "dv"):
+            expected = to_host(getattr(whole, name)).astype("f8")[..., part, :]
+            error = np.abs(to_host(getattr(got, name)).astype("f8") - expected).max()
+            assert error <= unit * np.abs(expected).max(), name
+    expected = to_host(whole.dq).astype("f8")
+    assert np.abs(dq - expected).max() <= unit * np.abs(expected).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_hidden_key_counts_for_nothing(cupy, rng, bad):
+    """And neither does a query that sees no key."""
+    shape = (9, 2, 4, 8)
+    q, k, v, dout = inputs(rng, "float32", shape, shape)
+    k[..., -1, :] = v[..., -1, :] = bad
+    q[..., 0, :] = dout[..., 0, :] = bad
+    agree(cupy, q, k, v, dout, causal=True, query_offset=-1)

@@ -6,6 +6,7 @@
 //            log_softmax   c = sum_i dy_i,      dx_i = scale (dy_i - exp(y_i) c),
 //                          and 0 where y_i is -inf (a masked element)
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
+//            (or a team of blocks anywhere on the card: softmax/detail/column_team.cuh)
 // Tiles      kColumns columns of one slab; a thread has kInRegisters x kVector elements
 // of y
 //            and of dy in registers and kInSmem x kVector in shared memory
@@ -13,7 +14,7 @@
 //            one number per warp and column; blocks exchange one number per column
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, rounded once;
 //            for 16 bits, float sums per thread, c as a float, the fast exponential
-// Limits     columns of at most kCluster * kDeep * (kInRegisters + kInSmem) elements;
+// Limits     columns of at most kDeep * (kInRegisters + kInSmem) elements per block;
 // the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 #include "softmax/detail/column_tile.cuh"

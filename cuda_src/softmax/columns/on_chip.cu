@@ -7,6 +7,7 @@
 //            block computes m' and l' of its piece of a column; these are combined by
 //                m = max m',  l = sum l' exp(m' - m),  out_i = e_i exp(m' - m) / l
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
+//            (or a team of blocks anywhere on the card: softmax/detail/column_team.cuh)
 // Tiles      kColumns columns of one slab; a thread has kInRegisters x kVector elements
 // in
 //            registers and kInSmem x kVector in shared memory
@@ -14,7 +15,7 @@
 //            number per warp and column; blocks exchange two numbers per column
 // Numbers    exponentials in acc_t of exact differences, sums in double, rounded once;
 //            for 16-bit results plain differences, the fast exponential, float sums
-// Limits     columns of at most kCluster * kDeep * (kInRegisters + kInSmem) elements;
+// Limits     columns of at most kDeep * (kInRegisters + kInSmem) elements per block;
 // the last
 //            outer axis has stride 1 in x and out, and there is one reduced axis
 #include "softmax/detail/params.cuh"

@@ -49,7 +49,7 @@ _NOT_FINITE = ("hidden", "seen")
 # Of rows that take no plain ones.
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _SHORT = ("short", "short options", "short odd", "few keys", "few keys odd")
-_TINY = ("tiny", "tiny options", "tiny odd")
+_TINY = ("tiny", "tiny options", "tiniest options", "tiny odd")
 _FEW = ("few queries", "few options")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT, *_TINY, *_FEW)
 # An option alone, or a function: hopper, hopper_wide and mma have kernels for those.

@@ -140,6 +140,7 @@ ATTENTION_SHAPES = {
     "few keys odd": ((67, 2, 133, 31), (67, 2, 16, 31), (67, 2, 16, 17)),
     "tiny": ((300, 1, 4, 8), (300, 1, 4, 8), (300, 1, 4, 8)),
     "tiny options": ((41, 2, 7, 8), (41, 2, 8, 8), (41, 2, 8, 8)),
+    "tiniest options": ((41, 2, 3, 8), (41, 2, 4, 8), (41, 2, 4, 8)),
     "tiny odd": ((41, 3, 4, 13), (41, 3, 3, 13), (41, 3, 3, 7)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
@@ -169,7 +170,8 @@ _DTYPES_OF_KIND = {
     "few keys options": ("bfloat16", "float32"),
     "few keys odd": ("float16", "float32"),
     "tiny": ("float16", "bfloat16", "float32", "float64"),
-    "tiny options": ("bfloat16", "float32", "float64"),
+    "tiny options": ("bfloat16", "float32"),
+    "tiniest options": ("float64",),
     "tiny odd": ("float16", "float32"),
 }
 _VJP_DTYPES_OF_KIND = {
@@ -189,7 +191,8 @@ _VJP_DTYPES_OF_KIND = {
     "few keys options": ("bfloat16", "float32"),
     "few keys odd": ("float16", "float32"),
     "tiny": ("float16", "bfloat16", "float32", "float64"),
-    "tiny options": ("bfloat16", "float32", "float64"),
+    "tiny options": ("bfloat16", "float32"),
+    "tiniest options": ("float64",),
     "tiny odd": ("float16", "float32"),
 }
 _CAUSAL = ("odd", "short odd", "few keys odd", "tiny odd")
@@ -259,7 +262,8 @@ def options_of(kind, shapes, rng, dtype, naive=False):
 def makes_gradients(kind):
     """Whether gradients of options are asked for, which not all rows make."""
     return kind not in (
-        "short options", "few options", "few keys options", "tiny options"
+        "short options", "few options", "few keys options", "tiny options",
+        "tiniest options",
     )  # fmt: skip
 
 

@@ -7,20 +7,20 @@ from cupyflash._attention.gpu.config import compiled_dims, launch_config, num_ro
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
 # Head dimensions that are compiled.
 DIMS = (8, 16)
 # How many queries or keys are compiled, and the widest heads with them: a thread has
-# all keys and values of a head in registers.
-WIDEST = {4: 16, 8: 8}
-MOST_ROWS = max(WIDEST)
+# all keys and values of a head in registers. float64 takes twice as many of these.
+WIDEST: dict[float, int] = {4: 16, 8: 8}
+WIDEST_OF_FLOAT64: dict[float, int] = {4: 8}
 NUM_THREADS = 128
 
 
 def compiled_keys(most: int) -> int:
     """A number of keys, or of rows of any kind, as it is compiled."""
-    return next(n for n in WIDEST if most <= n)
+    return next(int(n) for n in WIDEST if most <= n)
 
 
 def unsupported_reason(problem: AttentionProblem, device: Device) -> str | None:
@@ -31,11 +31,13 @@ def unsupported_reason(problem: AttentionProblem, device: Device) -> str | None:
         return "takes no score or mask function"
     if problem.keys_of_part is not None:
         return "takes all keys at once"
+    widest = WIDEST_OF_FLOAT64 if problem.dtype == "float64" else WIDEST
+    most = max(widest)
     for name, what in (("seqlen_q", "queries"), ("seqlen_k", "keys")):
-        if not 1 <= (n := getattr(problem, name)) <= MOST_ROWS:
-            return f"takes entries with 1 to {MOST_ROWS} {what}, not {n}"
-    widest = WIDEST[compiled_keys(max(problem.seqlen_q, problem.seqlen_k))]
-    return spec.refuse_width(problem, widest)
+        if not 1 <= (n := getattr(problem, name)) <= most:
+            return f"takes entries with 1 to {most} {what}, not {n}"
+    rows = max(problem.seqlen_q, problem.seqlen_k)
+    return spec.refuse_width(problem, by_threshold(widest, rows))
 
 
 def defines(problem: AttentionProblem, most: int) -> dict[str, int]:

@@ -364,14 +364,20 @@ class _Job:
 
 
 def for_each(
-    function: Callable, tasks: Iterable[Any], num_threads: int, *, blas: bool = False
+    function: Callable,
+    tasks: Iterable[Any],
+    num_threads: int,
+    *,
+    blas: bool = False,
+    is_a_step: bool = False,
 ) -> None:
     """Call ``function(task, scratch)`` for every task, on up to `num_threads` threads.
 
     The calling thread takes part. Which thread does a task is left to chance, so no
     result may depend on it. With `blas`, for tasks that call BLAS, that is held to one
-    thread meanwhile. After Ctrl-C, or a failure, no thread goes on. A step of
-    `run_with_blas` may be shared so, too.
+    thread meanwhile. After Ctrl-C, or a failure, no thread goes on. `is_a_step`: this
+    is part of a task or of `run_with_blas`, which goes on afterwards. It is not looked
+    up, since an interrupted call may have left its thread among those at work.
     """
     tasks = list(tasks)
     num_threads = min(num_threads, len(tasks))
@@ -383,7 +389,6 @@ def for_each(
     cores = max(num_cores(), num_threads)
     job = _Job(function, runs, cores)
     caller = threading.get_ident()
-    is_a_step = caller in _shared.at_work
     try:
         _shared.callers.add(caller)
         if blas:

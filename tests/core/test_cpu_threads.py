@@ -141,6 +141,15 @@ def test_interrupts_at_any_time_leave_nothing(two_cores):
     assert_nothing_is_left(before)
 
 
+def test_the_next_call_repairs_what_an_interrupt_left():
+    """At worst that is a thread among those at work, and BLAS held to one thread."""
+    before, caller = blas_threads(), threading.get_ident()
+    threads._shared.hold_blas(caller)
+    threads._shared.at_work.add(caller)
+    threads.for_each_with_blas(lambda *_: None, range(4), 2)
+    assert_nothing_is_left(before)
+
+
 @pytest.mark.skipif(not hasattr(signal, "raise_signal"), reason="needs signals")
 @pytest.mark.parametrize("method", ["auto", "online"])
 def test_an_interrupt_takes_effect_soon(two_cores, method):

@@ -342,7 +342,7 @@ def product(a, b, out=None, by_two=False):
 
 def matmul_by_two(*arguments):
     """np.matmul of two tuples (a, b, out) by two threads, in `run_with_blas`."""
-    threads.for_each(lambda x, _: np.matmul(*x), arguments, 2)
+    threads.for_each(lambda x, _: np.matmul(*x), arguments, 2, is_a_step=True)
 
 
 def row_sums(x):

@@ -61,6 +61,7 @@ _WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
 _FIRST_KINDS = (_PLAIN[:1], _WIDE[:2], _SHORT[:1], _TINY[:1], _FEW[:1])
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
+_TEAMS = "softmax/teams"  # tall columns, whose blocks lie anywhere on the card
 _SECONDS = 120  # that a tool may take for one row
 # racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
 # neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
@@ -284,6 +285,29 @@ def check_pieces(xp, dtype):
     _check_softmax(xp, dtype, (6, 5, 64), (0, 2), lambda x: type(x)(x.shape, x.dtype))
 
 
+def check_teams(xp, dtype):
+    """Columns that no cluster holds, and their gradients."""
+    import numpy as np
+    import oracle
+    from accuracy import BOUNDS, dtype_of, wide
+    from placing import place
+
+    import cupyflash
+
+    shape = (40_001, 16)
+    _check_softmax(xp, dtype, shape, 0, lambda x: type(x)(x.shape, x.dtype))
+    rng = np.random.default_rng(0)
+    x, dy = (rng.normal(size=shape) for _ in range(2))
+    y, dy = (v.astype(dtype_of(dtype)) for v in (oracle.softmax(x, 0), dy))
+    placed = place(xp, y), place(xp, dy)
+    assert "TEAMS=1" in str(cupyflash.explain("softmax", placed[0], 0))
+    assert "TEAMS=1" in str(cupyflash.explain("softmax_vjp", *placed, 0))
+    found, exact = cupyflash.softmax_vjp(*placed, 0), oracle.softmax_vjp(y, dy, 0)
+    # Terms may cancel, which leaves the rounding of the sums.
+    bound = BOUNDS["softmax"][dtype] * np.abs(exact) + 1e-5 * wide(y)
+    assert (np.abs(wide(found) - exact) <= bound).all()
+
+
 def _check_softmax(xp, dtype, shape, axis, empty):
     import numpy as np
     import oracle
@@ -300,7 +324,12 @@ def _check_softmax(xp, dtype, shape, axis, empty):
     assert error <= BOUNDS["softmax"][dtype]
 
 
-_BESIDE = {_MERGE: check_merge, _TURN: check_turn, _PIECES: check_pieces}
+_BESIDE = {
+    _MERGE: check_merge,
+    _TURN: check_turn,
+    _PIECES: check_pieces,
+    _TEAMS: check_teams,
+}
 
 
 def let_each_lane_arrive():

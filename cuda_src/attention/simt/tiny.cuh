@@ -26,7 +26,7 @@ __device__ __forceinline__ bool has_vectors(const elem_t* x, index_t row_stride,
 using elems_t = vector_t<elem_t, kVector>;
 
 // Up to kVector numbers one by one: the first `count` at x, then zeros. Not inlined,
-// which keeps kernels short.
+// which keeps kernels short; scatter is, since calls of it spill on sm_120.
 __device__ __noinline__ elems_t gather(const elem_t* x, int count) {
   elems_t vector = {};
 #pragma unroll
@@ -35,8 +35,8 @@ __device__ __noinline__ elems_t gather(const elem_t* x, int count) {
   }
   return vector;
 }
-__device__ __noinline__ void scatter(elem_t* x, index_t stride, elems_t vector,
-                                     int count) {
+__device__ __forceinline__ void scatter(elem_t* x, index_t stride, elems_t vector,
+                                        int count) {
 #pragma unroll
   for (int n = 0; n < kVector; ++n) {
     if (n < count) x[n * stride] = vector.element[n];

@@ -66,6 +66,7 @@ _SOFTMAX_SHAPES = {
     "many columns": ((2, 300, 32_768), 1),
     "long columns": ((40_000, 32), 0),
     "many long columns": ((140, 70_000, 4), 1),
+    "two long columns": ((3_000_000, 2), 0),
     "long rows": ((2, 100_000), -1),
     "longest rows": ((1, 1_100_000), -1),
     "several longest rows": ((2, 1_100_000), -1),
@@ -97,8 +98,8 @@ _KINDS = {
     "log_softmax": ("short rows", "short whole rows"),
     "logsumexp": ("shortest rows", "columns", "many columns", "long rows", "strided"),
     "softmax_vjp": (
-        "short rows", "columns", "long columns", "long rows", "longest rows",
-        "a row that no card holds", "strided", "two axes",
+        "short rows", "columns", "long columns", "two long columns", "long rows",
+        "longest rows", "a row that no card holds", "strided", "two axes",
     ),
     "attention": ("plain", "few queries", "short entries", "wider heads"),
     "attention_vjp": (

@@ -97,16 +97,22 @@ __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
   }
 }
 
+// Sums of the lanes of a warp are added first; not of doubles, which would lose their
+// last digits.
+constexpr bool kAddsLanes = kShuffles && kSumsPowers;
+constexpr int kSums = kAddsLanes ? kPartials : kDeep;
+
 // Adds sums for their largest m, side by side: one after the other, each would wait for
 // the exponential of the one before.
 template <typename Place>
 __device__ __forceinline__ partial_t add_sums(int count, Place place, keys_t keys) {
-  partial_t sum = {0, -infinity<double>()};
+  double m = -infinity<double>();
 #pragma unroll 4
-  for (int i = 0; i < count; ++i) sum.m = larger_finite_t()(sum.m, place(i)->m);
+  for (int i = 0; i < count; ++i) m = larger_finite_t()(m, place(i)->m);
+  sum_t l;
 #pragma unroll 4
-  for (int i = 0; i < count; ++i) sum.l += scaled_to(*place(i), sum.m, keys);
-  return sum;
+  for (int i = 0; i < count; ++i) l += scaled_to(*place(i), m, keys);
+  return {l.value, m};
 }
 
 // Adds the sums of the lanes of a warp that have the same columns, in each of them.
@@ -131,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_split_columns_sum(const x_t* x, const bool* where, out_t* out,
                               partial_t* partial,  // (tiles, pieces, kColumns)
                               const __grid_constant__ layout_t layout) {
-  __shared__ partial_t shared[kPartials][kColumns];
+  __shared__ partial_t shared[kSums][kColumns];
   const keys_t keys(layout);
   const thread_map how =
       takes_vectors(x, layout, kX) ? thread_map::kVectors : thread_map::kSingles;
@@ -148,16 +154,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     }
     __syncthreads();  // all threads have read those of the previous tile
     if (threadIdx.x < kGroup) {
-      if constexpr (kShuffles) add_lanes(found, keys);
+      if constexpr (kAddsLanes) add_lanes(found, keys);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        shared[threadIdx.x * kPartials / kGroup][tile.offset(j)] = found[j];
+        shared[threadIdx.x * kSums / kGroup][tile.offset(j)] = found[j];
       }
     }
     __syncthreads();
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       place_of(partial, at)[blockIdx.y * kColumns + c] =
-          add_sums(kPartials, [&](int i) { return &shared[i][c]; }, keys);
+          add_sums(kSums, [&](int i) { return &shared[i][c]; }, keys);
     }
   }
 }

@@ -824,6 +824,26 @@ def test_a_bias_of_any_strides(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("option", ["none", "mask and alibi"])
+def test_tiles_of_a_bias_give_the_same_bits_each_time(cupy, rng, option):
+    """Blocks load tiles of a bias into memory that others have been in."""
+    q, k, v = (
+        place(cupy, rng.normal(size=(2, 6, n, 64)).astype("f2"))
+        for n in (500, 704, 704)
+    )
+    options = {"bias": place(cupy, rng.normal(size=(2, 6, 500, 704)).astype("f2"))}
+    if option != "none":
+        options["mask"] = place(cupy, rng.random((6, 500, 704)) < 0.8)
+        options["alibi_slopes"] = place(cupy, (rng.random(6) / 100).astype("f4"))
+    first = cupyflash.attention(q, k, v, return_lse=True, **options)
+    for _ in range(100):
+        for x, y in zip(
+            first, cupyflash.attention(q, k, v, return_lse=True, **options), strict=True
+        ):
+            assert bool((x == y).all())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 4])
 def test_a_plan_knows_where_a_bias_starts(cupy, rng, first):
     """TMA reads one that starts at a multiple of 16 bytes, and no other."""

@@ -81,7 +81,7 @@ def num_cores() -> int:
 @functools.cache
 def _getcpu():
     """What tells the core of a thread, or None where helpers cannot be moved."""
-    if not hasattr(os, "sched_setaffinity"):
+    if not (hasattr(os, "sched_getaffinity") and hasattr(os, "sched_setaffinity")):
         return None
     return getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
@@ -327,10 +327,10 @@ class _Job:
             if self._closed:
                 return
             self._num_helping += 1
-        _keep_off(self._caller)
         thread = threading.get_ident()
         _shared.helpers.add(thread)
         try:
+            _keep_off(self._caller)
             self.work(lambda: not _shared.crowded(self._cores))
         except BaseException as failure:
             self.cancel(failure)

@@ -777,7 +777,11 @@ struct consumer_t {
   // Adds a bias of keys. From here on the stage may be released.
   __device__ __forceinline__ void finish_bias() {
     if constexpr (kBiasBehind) key_bias.add_to(s);
-    if constexpr (kBiasTiles) __syncwarp();  // all lanes have read it
+    if constexpr (kBiasTiles) {
+      // What TMA loads into the stage next must come behind what lanes have read of it.
+      ptx::fence_proxy_async();
+      __syncwarp();
+    }
   }
   // The list entry of a tile of k, valid until that is released.
   __device__ __forceinline__ listed_tile_t listed_at(unsigned stage) const {

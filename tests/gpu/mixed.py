@@ -124,6 +124,7 @@ _BUILDERS = {
     "softmax of short whole rows": _softmax("softmax", lambda seed: (301 + seed, 32)),
     "softmax of columns": _softmax("softmax", (9, 64, 40), axis=1),
     "softmax of long columns": _softmax("softmax", (3, 40_001, 32), axis=1),
+    "softmax in two passes": _softmax("softmax", (10, 17_001, 32), "float64", axis=1),
     "softmax of long rows": _softmax("softmax", (2, 400_000)),
     "softmax of longer rows": _softmax("softmax", (2, 700_001)),
     "softmax of longest rows": _softmax("softmax", (2, 1_100_001)),

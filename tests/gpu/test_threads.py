@@ -27,7 +27,7 @@ THREADS = 8
 
 # Rows that no mixed call is led to on an H200: of methods that are asked for by name,
 # of large arrays (two passes), and portable ones, which wait for nobody.
-_TWO_PASS = {"split", "split_columns", "vjp_split"}
+_TWO_PASS = {"split", "vjp_split"}
 NOT_MIXED = {
     "softmax": {"naive", "safe", "online", "vjp", *_TWO_PASS},
     "attention": {"naive", "safe", "tiled"},

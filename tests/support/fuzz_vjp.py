@@ -114,19 +114,6 @@ def gradient_bound(problem, exact, sizes, size, lse, dtype):
     return share * sizes + rounded + 1e4 * flushed
 
 
-def lost_of_sinks(problem):
-    """What dsinks lose where numbers of `out` are below the normal ones of its dtype.
-
-    Each is rounded to a multiple of the smallest; the weight of a sink is at most 1.
-    """
-    dout = oracle.heads_first(
-        wide(problem.arrays["dout"], np.float64), problem.options.get("layout", "bhsd")
-    )
-    step = float(finfo(problem.arrays["q"].dtype).smallest_subnormal)
-    sizes = np.abs(np.where(np.isfinite(dout), dout, 0))
-    return step / 2 * sizes.sum((*range(dout.ndim - 3), -2, -1))
-
-
 GRANULE = 32  # rows that float32 on tensor cores splits by one power of 2
 LOST = 2.0**-39  # of the largest number of a granule: what its parts leave out at most
 
@@ -230,9 +217,9 @@ def check_attention_vjp(xp, problem):
     row_of_lse = cupyflash.explain("attention", q, k, v, **arrays, **forward).kernel
     growth = fuzz.growth_of_sums(xp, q.shape[-1], row, row_of_lse)
     exact, sizes, size, exact_lse = exact_gradients(problem, growth)
-    lost = {"dsinks": lost_of_sinks(problem)}
+    lost = {}
     if xp is not np and row == "mma_split":
-        lost |= lost_in_parts(problem)
+        lost = lost_in_parts(problem)
     inputs = {"q": q, "k": k, "v": v, **arrays}
     for name, got in zip(grads._fields, grads, strict=True):
         asked = problem.options.get(f"need_{name}", name in ("dq", "dk", "dv"))

@@ -26,6 +26,7 @@ constexpr int kEntries = ENTRIES;  // of a block
 constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kKeys = kWarpSize / kLanes;  // that a warp reads at once
 constexpr int kSpan = kKeys * kUnroll;
+constexpr int kStep = kWarps * kSpan;  // keys of an entry at once
 static_assert(kWarpSize * kWarps * kEntries == kNumThreads);
 static_assert(kWarps == 1 || kEntries == 1);
 
@@ -38,6 +39,9 @@ __device__ __forceinline__ int key_of_warp() {
 }
 __device__ __forceinline__ int warp_of_entry() {
   return threadIdx.x / kWarpSize % kWarps;
+}
+__device__ __forceinline__ index_t entry_of_grid() {
+  return block_index() * kEntries + threadIdx.x / (kWarpSize * kWarps);
 }
 __device__ __forceinline__ int column(int part) {
   return (part * kLanes + lane_of_key()) * kVector;
@@ -157,6 +161,7 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight
 #pragma unroll
   for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
 }
+
 // Combines the values that lanes of the same columns have for the keys of a warp.
 template <typename Combine>
 __device__ __forceinline__ float over_keys(float x, Combine combine) {

@@ -174,8 +174,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                        bias_t* __restrict__ dbias,       // as scores, or null
                        SCORE_PARAMETERS, const __grid_constant__ gemv_grads_t grads) {
   const int warp = warp_of_entry();
-  const tile_coord_t at(params,
-                        block_index() * kEntries + threadIdx.x / (kWarpSize * kWarps));
+  const tile_coord_t at(params, entry_of_grid());
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t dim = params.head_dim, dim_v = params.head_dim_v;
@@ -191,7 +190,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                          static_cast<float>(params.scale)};
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
   const int last = static_cast<int>(scores.keys_of(0, kQueries).last);
-  constexpr int kStep = kWarps * kSpan;
   const int begin = warp * kSpan;
 
   keys_t keys;

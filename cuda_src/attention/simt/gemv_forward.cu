@@ -12,8 +12,7 @@
 //            o of the warps                 shared, once at the end
 // Memory     global: each array once, out once
 // Numbers    all in float32. Sums start at multiples of the keys of a step, so that
-// bits
-//            of a query do not depend on the others
+//            the bits of a query do not depend on the others
 // Limits     kQueries queries, head_dim up to kPartsK vectors of kLanes lanes,
 //            head_dim_v up to kPartsV. Each query head has keys of its own
 #include "attention/simt/gemv.cuh"
@@ -130,8 +129,7 @@ __device__ __forceinline__ void store_columns(const matrix_t<elem_t>& target, in
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_gemv(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
   const int warp = warp_of_entry();
-  const tile_coord_t at(params,
-                        block_index() * kEntries + threadIdx.x / (kWarpSize * kWarps));
+  const tile_coord_t at(params, entry_of_grid());
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const matrix_t<const elem_t> of_k(at.at_kv(k, params.k), params.k.row,
@@ -140,7 +138,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                                     params.head_dim_v);
   const matrix_t<const elem_t> of_q(at.at(q, params.q), params.q.row, params.head_dim);
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
-  constexpr int kStep = kWarps * kSpan;
   const range_t range = scores.keys_of(0, kQueries);
   const int last = static_cast<int>(range.last);
   int first = static_cast<int>(range.first) / kStep * kStep + warp * kSpan;

@@ -4,12 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import small_entries
 import vjp_laws
-from accuracy import to_host
-from placing import FORMS, place
+from placing import FORMS
+from small_entries import device, gradient
 from test_attention_vjp import OPTIONS, agree, inputs
 
-import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
@@ -17,7 +17,6 @@ from cupyflash._attention.gpu.simt.tiny_backward import TINY_VJP
 from cupyflash._attention.gpu.simt.tiny_forward import TINY
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import FLOATS
-from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
 
 # (queries, keys, head_dim, head_dim_v): the most, whole vectors, single numbers.
@@ -35,14 +34,6 @@ SIZES = (
 def problem(dtype="float32", rows=4, head_dim=8, **options):
     made = samples.made_up(dtype, head_dim)
     return dataclasses.replace(made, **{"seqlen_q": rows, "seqlen_k": rows, **options})
-
-
-def gradient(forward, **options):
-    return AttentionVjpProblem(forward, (), (), (), **options)
-
-
-def device(arch="sm_90a"):
-    return _device.device_of_arch(arch)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -115,6 +106,18 @@ def test_threads_have_all_rows(heads, rows):
     assert heads * of_head <= threads < heads * of_head + 128
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_go_where_their_arrays_have_them(layout):
+    pytest.importorskip("cupy")
+    from cupyflash._attention.gpu.simt.tiny_backward import TINY_GRADS
+    from cupyflash._attention.gpu.simt.tiny_backward_plan import tiny_vjp_steps
+
+    launches = small_entries.check_strides_of_gradients(
+        TINY_VJP, tiny_vjp_steps, TINY_GRADS, layout, (7, 20), (4, 4), (3, 2, 8, 5)
+    )
+    assert len(launches) == 1
+
+
 # --- numbers -------------------------------------------------------------------------
 
 
@@ -158,28 +161,8 @@ def test_strides(cupy, rng, dtype, form):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_an_lse_and_what_flows_into_it(cupy, rng, dtype):
-    """Of other keys besides: gradients of parts of the keys, with the lse of all."""
     shape = (41, 2, 4, 8)
-    q, k, v, dout = inputs(rng, dtype, shape, shape)
-    dlse = rng.normal(size=shape[:-1]).astype(
-        np.float64 if dtype == "float64" else np.float32
-    )
-    agree(cupy, q, k, v, dout, dlse=dlse)
-    q, k, v, dout = (place(cupy, x) for x in (q, k, v, dout))
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
-    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5, "float64": 1e-12}[dtype]
-    dq = 0
-    for part in (slice(0, 1), slice(1, 4)):
-        keys, values = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
-        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse)
-        dq = dq + to_host(got.dq).astype("f8")
-        for name in ("dk", "dv"):
-            expected = to_host(getattr(whole, name)).astype("f8")[..., part, :]
-            error = np.abs(to_host(getattr(got, name)).astype("f8") - expected).max()
-            assert error <= unit * np.abs(expected).max(), name
-    expected = to_host(whole.dq).astype("f8")
-    assert np.abs(dq - expected).max() <= unit * np.abs(expected).max()
+    small_entries.check_parts_of_the_keys(cupy, rng, dtype, shape, shape, cut=1)
 
 
 @pytest.mark.gpu

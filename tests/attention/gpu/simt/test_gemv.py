@@ -2,26 +2,25 @@
 
 import dataclasses
 
-import fuzz
 import numpy as np
 import pytest
+import small_entries
 import vjp_laws
-from accuracy import dtype_of, to_host, wide
+from accuracy import dtype_of, to_host
 from placing import FORMS, place
-from test_attention_vjp import OPTIONS, agree, gradients, inputs
+from small_entries import DTYPES, SINGLE, device, gradient
+from test_attention_vjp import OPTIONS, agree, inputs
 
 import cupyflash
-from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
 from cupyflash._attention.gpu.simt.gemv_forward import GEMV
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
-from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
 
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
-DTYPES = ("float16", "bfloat16", "float32")
 # (queries, keys, head_dim, head_dim_v)
 SIZES = (
     (1, 100, 64, 64),
@@ -41,14 +40,6 @@ def problem(dtype="float16", head_dim=64, queries=1, keys=100, **options):
     made = samples.made_up(dtype, head_dim)
     few = {"num_heads": 2048, "num_kv_heads": 2048, "seqlen_q": queries}
     return dataclasses.replace(made, **{**few, "seqlen_k": keys, **options})
-
-
-def gradient(forward, **options):
-    return AttentionVjpProblem(forward, (), (), (), **options)
-
-
-def device(arch="sm_90a"):
-    return _device.device_of_arch(arch)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -219,35 +210,15 @@ def test_vectors_that_rows_start_at():
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_gradients_go_where_their_arrays_have_them(layout):
-    """Strides of dq, dk, dv and dbias, against those of NumPy."""
     pytest.importorskip("cupy")
-    from cupyflash._attention import vjp_problem
     from cupyflash._attention.gpu.simt.gemv_backward import GEMV_GRADS
     from cupyflash._attention.gpu.simt.gemv_backward_plan import gemv_vjp_steps
 
-    def array(rows, columns, dtype="float16"):
-        x = np.zeros((70, 20, 4, rows, columns), dtype)
-        return x if layout == "bhsd" else np.ascontiguousarray(x.swapaxes(-2, -3))
-
-    q, k, v = array(3, 64), array(70, 64), array(70, 48)
-    out, lse = array(3, 48), np.zeros((70, 20, 4, 3), "float32")
-    bias = np.zeros((70, 20, 4, 3, 70), "float16")
-    asked, operands = vjp_problem.attention_vjp(
-        out, q, k, v, out, lse, bias, None, None, False, None, None, 0.0, None, None,
-        None, None, layout, "float32", "auto", None, True, False, False,
+    launches = small_entries.check_strides_of_gradients(
+        GEMV_VJP, gemv_vjp_steps, GEMV_GRADS, layout, (70, 20), (4, 4), (3, 70, 64, 48),
+        need_dbias=True,
     )  # fmt: skip
-    assert GEMV_VJP.unsupported_reason(asked, device()) is None
-    steps = gemv_vjp_steps(GEMV_VJP, asked, operands, device())
-    ((_, arguments),) = steps.launches
-    dims = gradient_layout.layout(asked, operands).batch_dims
-    (fields,) = np.frombuffer(arguments[-1], GEMV_GRADS.dtype(kBatchDims=dims))
-    axes = (-3, -2) if layout == "bhsd" else (-2, -3)
-    for name, x in {"dq": q, "dk": k, "dv": v, "dbias": bias}.items():
-        of_head, of_row = (-3, -2) if name == "dbias" else axes
-        assert fields[name]["batch"][-1] == x.strides[1] // x.itemsize
-        assert fields[name]["head"] == x.strides[of_head] // x.itemsize
-        assert fields[name]["row"] == x.strides[of_row] // x.itemsize
-        assert fields[name]["col"] == 1
+    assert len(launches) == 1
 
 
 # --- numbers -------------------------------------------------------------------------
@@ -256,14 +227,9 @@ def test_gradients_go_where_their_arrays_have_them(layout):
 @pytest.fixture
 def few_heads(monkeypatch):
     """Let both rows take fewer heads than pay off, so that tests are small."""
-    from cupyflash._attention.gpu import backward, forward
-    from cupyflash._cuda import plan_cache
 
-    for module, name in (
-        (forward, "ATTENTION_KERNELS"),
-        (backward, "ATTENTION_VJP_KERNELS"),
-    ):
-        first, *rest = getattr(module, name)
+    def take_all(rows):
+        first, *rest = rows
         tuning = dataclasses.replace(
             first.tuning,
             heads_per_sm={4096: 0},
@@ -271,35 +237,15 @@ def few_heads(monkeypatch):
             most_bytes={dtype: {256: 1 << 30} for dtype in DTYPES},
         )
         row = dataclasses.replace(first, tuning=tuning)
-        if module is forward:
+        if first is GEMV:
             row = dataclasses.replace(row, wide_heads_per_sm=0)
-        monkeypatch.setattr(module, name, (row, *rest))
-        monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
+        return (row, *rest)
+
+    small_entries.change_tables(monkeypatch, take_all)
 
 
-def check_both(cupy, rng, dtype, size, **options):
-    """The forward and the gradients of a problem that leads to this row."""
-    queries, keys, dim, dim_v = size
-    batch, heads = options.pop("batch", (5,)), (2, 2)
-    shapes = ((*batch, 2, queries, dim), (*batch, 2, keys, dim))
-    q, k, v, _ = inputs(rng, dtype, *shapes, dim_v)
-    arrays = {"q": q, "k": k, "v": v}
-    arrays |= {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
-    more = {
-        n: x for n, x in options.items() if n not in arrays and not n.startswith("need")
-    }
-    more |= {"method": "auto", "layout": "bhsd", "return_lse": True}
-    forms = dict.fromkeys(arrays, "plain")
-    asked = fuzz.Problem("attention", 0, None, "attention", arrays, forms, more)
-    asked.notes |= {"expanded": [], "scores": (*batch, 2, queries, keys)}
-    placed = {n: place(cupy, x) for n, x in arrays.items()}
-    vjp_laws.poison(cupy, q.shape)
-    fuzz.CHECKS["attention"](cupy, asked)
-    assert cupyflash.explain("attention", **placed, **more).kernel == "gemv"
-    return vjp_laws.check(
-        "gemv", cupy, rng, dtype, dims=(dim, dim_v), heads=heads, batch=batch,
-        seqlens=(queries, keys), **options,
-    )  # fmt: skip
+def check_both(cupy, rng, dtype, size, batch=(5,), **options):
+    small_entries.check_both("gemv", cupy, rng, dtype, size, (2, 2), batch, **options)
 
 
 @pytest.mark.gpu
@@ -313,12 +259,6 @@ def test_every_size(cupy, rng, few_heads, dtype, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_of_several_steps(cupy, rng, few_heads, dtype):
     check_both(cupy, rng, dtype, (2, 1100, 32, 32), batch=(2,))
-
-
-SINGLE = (
-    "causal", "causal from the top", "offset", "window", "left window", "softcap",
-    "scale", "zero scale",
-)  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -347,26 +287,8 @@ def test_a_bias_for_each_score(cupy, rng, few_heads, dtype, queries):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_lse_and_what_flows_into_it(cupy, rng, few_heads, dtype):
-    """Of other keys besides: out and lse of a merge, each part by its own gradients."""
-    shape, keys = (9, 2, 3, 64), (9, 2, 24, 64)
-    q, k, v, dout = inputs(rng, dtype, shape, keys)
-    dlse = rng.normal(size=shape[:-1]).astype(np.float32)
-    agree(cupy, q, k, v, dout, dlse=dlse)
-    q, k, v, dout = (place(cupy, x) for x in (q, k, v, dout))
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
-    size = {n: float(np.abs(wide(getattr(whole, n))).max()) for n in ("dq", "dk", "dv")}
-    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}[dtype]
-    dq = 0
-    for part in (slice(0, 11), slice(11, 24)):
-        k_part, v_part = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
-        got = cupyflash.attention_vjp(dout, q, k_part, v_part, out, lse)
-        dq = dq + wide(got.dq)
-        for name in ("dk", "dv"):
-            expected = wide(getattr(whole, name))[..., part, :]
-            error = np.abs(wide(getattr(got, name)) - expected).max()
-            assert error <= unit * size[name], name
-    assert np.abs(dq - wide(whole.dq)).max() <= unit * size["dq"]
+    q, k = (9, 2, 3, 64), (9, 2, 24, 64)
+    small_entries.check_parts_of_the_keys(cupy, rng, dtype, q, k, cut=11)
 
 
 @pytest.mark.gpu
@@ -396,14 +318,8 @@ def test_an_out_of_the_caller_between_vectors(cupy, rng, few_heads, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
-    """Nor do heads; and the bits are the same in every run."""
-    q, k, v, dout = inputs(rng, dtype, (11, 2, 4, 64), (11, 2, 40, 64))
-    first = gradients(cupy, q, k, v, dout)
-    for x in (q, k, v, dout):
-        x[1:], x[0, 1] = x[1:][::-1].copy() * dtype_of(dtype).type(2), 0.5
-    again = gradients(cupy, q, k, v, dout)
-    for a, b in zip(first[:3], again[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a)[0, 0], to_host(b)[0, 0])
+    q, k = (11, 2, 4, 64), (11, 2, 40, 64)
+    small_entries.check_entries_alone(cupy, rng, dtype, q, k)
 
 
 @pytest.mark.gpu

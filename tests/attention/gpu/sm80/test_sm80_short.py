@@ -2,26 +2,24 @@
 
 import dataclasses
 
-import fuzz
 import numpy as np
 import pytest
-import vjp_laws
-from accuracy import dtype_of, to_host, wide
+import small_entries
+from accuracy import to_host
 from placing import FORMS, place
-from test_attention_vjp import OPTIONS, agree, gradients, inputs
+from small_entries import DTYPES, SINGLE, device, gradient
+from test_attention_vjp import OPTIONS, agree, inputs
 
 import cupyflash
-from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.sm80.short_backward import MMA_SHORT_VJP
 from cupyflash._attention.gpu.sm80.short_forward import MMA_SHORT
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
-from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-DTYPES = ("float16", "bfloat16", "float32")
 # (queries, keys, head_dim, head_dim_v) round tiles of 16.
 SIZES = (
     (40, 40, 64, 64),
@@ -40,14 +38,6 @@ def problem(dtype="float16", head_dim=64, queries=40, keys=40, **options):
     made = samples.made_up(dtype, head_dim)
     short = {"num_heads": 512, "num_kv_heads": 512, "seqlen_q": queries}
     return dataclasses.replace(made, **{**short, "seqlen_k": keys, **options})
-
-
-def gradient(forward, **options):
-    return AttentionVjpProblem(forward, (), (), (), **options)
-
-
-def device(arch="sm_90a"):
-    return _device.device_of_arch(arch)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -190,38 +180,18 @@ def test_blocks_hold_all_heads(dtype, queries, keys, dim, dim_v):
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_gradients_go_where_their_arrays_have_them(layout):
-    """Strides of dq, dk and dv, against those of NumPy."""
     pytest.importorskip("cupy")
-    from cupyflash._attention import vjp_problem
     from cupyflash._attention.gpu.sm80.short_backward import SHORT_GRADS
     from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
 
-    def array(heads, rows, columns, dtype="float16"):
-        x = np.zeros((7, 20, heads, rows, columns), dtype)
-        return x if layout == "bhsd" else np.ascontiguousarray(x.swapaxes(-2, -3))
-
-    q, k, v = array(4, 40, 64), array(2, 30, 64), array(2, 30, 48)
-    out, lse = array(4, 40, 48), np.zeros((7, 20, 4, 40), "float32")
-    asked, operands = vjp_problem.attention_vjp(
-        out, q, k, v, out, lse, None, None, None, False, None, None, 0.0, None, None,
-        None, None, layout, "float32", "auto", None, False, False, False,
+    (config, _), *again = small_entries.check_strides_of_gradients(
+        MMA_SHORT_VJP, short_vjp_steps, SHORT_GRADS, layout, (7, 20), (4, 2),
+        (40, 30, 64, 48),
     )  # fmt: skip
-    assert MMA_SHORT_VJP.unsupported_reason(asked, device()) is None
-    steps = short_vjp_steps(MMA_SHORT_VJP, asked, operands, device())
-    (config, arguments), *again = steps.launches
     assert [c.variant.entry for c, _ in again] == [
         "attention_vjp_queries",
         "attention_vjp_keys",
     ]
-    dims = gradient_layout.layout(asked, operands).batch_dims
-    (fields,) = np.frombuffer(arguments[-1], SHORT_GRADS.dtype(kBatchDims=dims))
-    axes = (-3, -2) if layout == "bhsd" else (-2, -3)
-    for name, x in {"dq": q, "dk": k, "dv": v}.items():
-        entry = x.strides[1] // x.itemsize
-        assert fields[name]["batch"][-1] == entry
-        of_head, of_row = (x.strides[axis] // x.itemsize for axis in axes)
-        assert (fields[name]["head"], fields[name]["row"]) == (of_head, of_row)
-        assert fields[name]["col"] == 1
     assert dict(config.variant.defines)["GROUPED"] == "1"
 
 
@@ -243,40 +213,16 @@ OTHER_FORWARD = (
 @pytest.fixture
 def no_gemv(monkeypatch):
     """Leave few queries to this row, too."""
-    from cupyflash._attention.gpu import backward, forward
-    from cupyflash._cuda import plan_cache
-
-    for module, name in (
-        (forward, "ATTENTION_KERNELS"),
-        (backward, "ATTENTION_VJP_KERNELS"),
-    ):
-        rows = tuple(row for row in getattr(module, name) if row.name != "gemv")
-        monkeypatch.setattr(module, name, rows)
-        monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
+    small_entries.change_tables(
+        monkeypatch, lambda rows: tuple(row for row in rows if row.name != "gemv")
+    )
 
 
-def check_both(cupy, rng, dtype, size, **options):
-    """The forward and the gradients of a problem that leads to this row."""
-    queries, keys, dim, dim_v = size
-    heads = options.pop("heads", (2, 2))
-    batch = (num_sms(cupy) // heads[1] + 1,)
-    shapes = ((*batch, heads[0], queries, dim), (*batch, heads[1], keys, dim))
-    q, k, v, _ = inputs(rng, dtype, *shapes, dim_v)
-    arrays = {"q": q, "k": k, "v": v}
-    arrays |= {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
-    more = {n: x for n, x in options.items() if n not in arrays}
-    more |= {"method": "auto", "layout": "bhsd", "return_lse": True}
-    forms = dict.fromkeys(arrays, "plain")
-    asked = fuzz.Problem("attention", 0, None, "attention", arrays, forms, more)
-    asked.notes |= {"expanded": [], "scores": (*batch, heads[0], queries, keys)}
-    placed = {n: place(cupy, x) for n, x in arrays.items()}
-    vjp_laws.poison(cupy, q.shape)
-    fuzz.CHECKS["attention"](cupy, asked)
-    told = cupyflash.explain("attention", **placed, **more)
-    assert (told.kernel == "mma_short") == ((dtype, size) not in OTHER_FORWARD)
-    vjp_laws.check(
-        "mma_short", cupy, rng, dtype, dims=(dim, dim_v), heads=heads, batch=batch,
-        seqlens=(queries, keys), **options,
+def check_both(cupy, rng, dtype, size, heads=(2, 2), **options):
+    makes_forward = (dtype, size) not in OTHER_FORWARD
+    small_entries.check_both(
+        "mma_short", cupy, rng, dtype, size, heads, (num_sms(cupy) // heads[1] + 1,),
+        makes_forward, **options,
     )  # fmt: skip
 
 
@@ -332,12 +278,6 @@ def test_wide_heads(cupy, rng, dtype, size):
     agree(cupy, *inputs(rng, dtype, q.shape, k.shape, dim_v))
 
 
-SINGLE = (
-    "causal", "causal from the top", "offset", "window", "left window", "softcap",
-    "scale", "zero scale",
-)  # fmt: skip
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("no_gemv")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -358,27 +298,8 @@ def test_options_of_few_keys(cupy, rng, dtype, name):
 @pytest.mark.usefixtures("no_gemv")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_lse_and_what_flows_into_it(cupy, rng, dtype):
-    """Of other keys besides: out and lse of a merge, each part by its own gradients."""
     shape = (num_sms(cupy), 2, 24, 64)
-    q, k, v, dout = inputs(rng, dtype, shape, shape)
-    dlse = rng.normal(size=shape[:-1]).astype(np.float32)
-    agree(cupy, q, k, v, dout, dlse=dlse)
-    on = [place(cupy, x) for x in (q, k, v, dout)]
-    q, k, v, dout = on
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
-    size = {n: float(np.abs(wide(getattr(whole, n))).max()) for n in ("dq", "dk", "dv")}
-    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}[dtype]
-    dq = 0
-    for part in (slice(0, 11), slice(11, 24)):
-        keys, values = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
-        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse)
-        dq = dq + wide(got.dq)
-        for name in ("dk", "dv"):
-            expected = wide(getattr(whole, name))[..., part, :]
-            error = np.abs(wide(getattr(got, name)) - expected).max()
-            assert error <= unit * size[name], name
-    assert np.abs(dq - wide(whole.dq)).max() <= unit * size["dq"]
+    small_entries.check_parts_of_the_keys(cupy, rng, dtype, shape, shape, cut=11)
 
 
 @pytest.mark.gpu
@@ -395,15 +316,8 @@ def test_strides(cupy, rng, dtype, form):
 @pytest.mark.usefixtures("no_gemv")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_do_not_know_of_each_other(cupy, rng, dtype):
-    """Nor do heads; and the bits are the same in every run."""
     shape = (num_sms(cupy) + 5, 2, 40, 64)
-    q, k, v, dout = inputs(rng, dtype, shape, shape)
-    first = gradients(cupy, q, k, v, dout)
-    for x in (q, k, v, dout):
-        x[1:], x[0, 1] = x[1:][::-1].copy() * dtype_of(dtype).type(2), 0.5
-    again = gradients(cupy, q, k, v, dout)
-    for a, b in zip(first[:3], again[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a)[0, 0], to_host(b)[0, 0])
+    small_entries.check_entries_alone(cupy, rng, dtype, shape, shape)
 
 
 @pytest.mark.gpu

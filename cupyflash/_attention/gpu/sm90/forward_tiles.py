@@ -112,8 +112,16 @@ class BiasTiles:
     several: HopperTile | None = None
 
 
-# By (head_dim, head_dim_v) as compiled.
 SHORT_KEYS = 256
+_BIASED_UP_TO_128 = BiasTiles(
+    short=HopperTile(3, 64, num_stages=3),
+    alone=HopperTile(2, 128),
+    few=HopperTile(1, 128, False, 2),
+    few_beside=HopperTile(1, 64, False, 4),
+    beside=HopperTile(2, 128, False),
+    several=HopperTile(2, 64, num_stages=4),
+)
+# By (head_dim, head_dim_v) as compiled.
 BIASED: dict[tuple[int, int], BiasTiles] = {
     (64, 64): BiasTiles(
         short=HopperTile(3, 64, False, 4),
@@ -123,22 +131,8 @@ BIASED: dict[tuple[int, int], BiasTiles] = {
         beside=HopperTile(2, 128, stage_out=False),
         several=HopperTile(2, 128, False, stage_out=False),
     ),
-    (96, 96): BiasTiles(
-        short=HopperTile(3, 64, num_stages=3),
-        alone=HopperTile(2, 128),
-        few=HopperTile(1, 128, False, 2),
-        few_beside=HopperTile(1, 64, False, 4),
-        beside=HopperTile(2, 128, False),
-        several=HopperTile(2, 64, num_stages=4),
-    ),
-    (128, 128): BiasTiles(
-        short=HopperTile(3, 64, num_stages=3),
-        alone=HopperTile(2, 128),
-        few=HopperTile(1, 128, False, 2),
-        few_beside=HopperTile(1, 64, False, 4),
-        beside=HopperTile(2, 128, False),
-        several=HopperTile(2, 64, num_stages=4),
-    ),
+    (96, 96): _BIASED_UP_TO_128,
+    (128, 128): _BIASED_UP_TO_128,
     (192, 128): BiasTiles(
         short=HopperTile(2, 64, num_stages=3),
         alone=HopperTile(2, 64, num_stages=3),
@@ -173,45 +167,23 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
             8191: HopperTile(3, 128, score_ps=52),
             math.inf: HopperTile(3, 128, cache_share=11 / 10, score_ps=52),
         },
-        {
-            math.inf: HopperTile(3, 112),
-        },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(3, 112, stage_out=False),
-        },
-        {
-            math.inf: HopperTile(3, 80),
-        },
-        {
-            math.inf: HopperTile(2, 64, False),
-        },
+        {math.inf: HopperTile(3, 112)},
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(3, 112, stage_out=False)},
+        {math.inf: HopperTile(3, 80)},
+        {math.inf: HopperTile(2, 64, False)},
     ),
     (96, 96): (
-        {
-            math.inf: HopperTile(3, 96),
-        },
+        {math.inf: HopperTile(3, 96)},
         {
             2048: HopperTile(3, 64, False, 4, cache_share=3 / 4),
             math.inf: HopperTile(3, 112, cache_share=4 / 5),
         },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(3, 96),
-        },
-        {
-            math.inf: HopperTile(2, 96, False),
-        },
-        {
-            math.inf: HopperTile(2, 48, False),
-        },
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(3, 96)},
+        {math.inf: HopperTile(2, 96, False)},
+        {math.inf: HopperTile(2, 48, False)},
     ),
     (128, 128): (
         {
@@ -223,79 +195,41 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
             2048: HopperTile(3, 64, False, 4, cache_share=3 / 4, score_ps=77),
             math.inf: HopperTile(3, 80, False, cache_share=11 / 10, score_ps=77),
         },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(3, 80),
-        },
-        {
-            math.inf: HopperTile(2, 96, False),
-        },
-        {
-            math.inf: HopperTile(2, 48, False),
-        },
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(3, 80)},
+        {math.inf: HopperTile(2, 96, False)},
+        {math.inf: HopperTile(2, 48, False)},
     ),
     (192, 128): (
-        {
-            math.inf: HopperTile(2, 128),
-        },
+        {math.inf: HopperTile(2, 128)},
         {
             1024: HopperTile(3, 64, False),
             2048: HopperTile(3, 64, False, cache_share=3 / 4),
             math.inf: HopperTile(2, 128, cache_share=11 / 10),
         },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(2, 128, False),
-        },
-        {
-            math.inf: HopperTile(2, 96, False),
-        },
-        {
-            math.inf: HopperTile(2, 96, False),
-        },
-        {
-            math.inf: HopperTile(2, 48, False),
-        },
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(2, 128, False)},
+        {math.inf: HopperTile(2, 96, False)},
+        {math.inf: HopperTile(2, 96, False)},
+        {math.inf: HopperTile(2, 48, False)},
     ),
     (192, 192): (
         {4096: HopperTile(2, 96), math.inf: HopperTile(2, 112)},
         {2048: HopperTile(2, 96), math.inf: HopperTile(2, 96, cache_share=11 / 10)},
-        {
-            math.inf: HopperTile(2, 96),
-        },
-        {
-            math.inf: HopperTile(2, 80),
-        },
-        {
-            math.inf: HopperTile(2, 80),
-        },
-        {
-            math.inf: HopperTile(2, 80),
-        },
+        {math.inf: HopperTile(2, 96)},
+        {math.inf: HopperTile(2, 80)},
+        {math.inf: HopperTile(2, 80)},
+        {math.inf: HopperTile(2, 80)},
         {},
     ),
     (256, 256): (
         {4096: HopperTile(2, 64), math.inf: HopperTile(2, 80)},
         {2048: HopperTile(2, 64), math.inf: HopperTile(2, 64, cache_share=11 / 10)},
-        {
-            math.inf: HopperTile(2, 48),
-        },
-        {
-            math.inf: HopperTile(2, 48),
-        },
-        {
-            math.inf: HopperTile(2, 80),
-        },
-        {
-            math.inf: HopperTile(2, 64),
-        },
+        {math.inf: HopperTile(2, 48)},
+        {math.inf: HopperTile(2, 48)},
+        {math.inf: HopperTile(2, 80)},
+        {math.inf: HopperTile(2, 64)},
         {},
     ),
 }

@@ -107,12 +107,11 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
 
 
 def operands_of_targets(layout: Layout) -> dict[str, Any]:
-    """Strides of dq, dk and dv as operand_t has them."""
+    """Strides of gradients as operand_t has them."""
     found = {}
-    for name in ("dq", "dk", "dv"):
-        target = layout.targets[name]
+    for name, target in layout.targets.items():
         *batch, kv_head, in_group = target.entries
-        head = in_group if name == "dq" else kv_head
+        head = kv_head if name in ("dk", "dv") else in_group
         found[name] = (tuple(batch), head, target.row, target.col)
     return found
 

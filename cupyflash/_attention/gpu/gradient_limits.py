@@ -1,4 +1,4 @@
-"""Shared by the gradient kernels of sm_90a: their parameter, and their limits."""
+"""Limits of gradient kernels, and the parameter of those for sm_90a."""
 
 import math
 
@@ -38,6 +38,17 @@ def shared_axes(shape: tuple[int, ...], forward: AttentionProblem) -> tuple[bool
     own = shape[: max(0, len(shape) - 3)]
     own = (1,) * (len(forward.batch) - len(own)) + tuple(own)
     return tuple(n == 1 < all_ for n, all_ in zip(own, forward.batch, strict=True))
+
+
+def refuse_gradients(problem: AttentionVjpProblem, *missing: str) -> str | None:
+    """Why gradients without sums over entries, and without `missing`, do not do."""
+    for name in missing:
+        if getattr(problem, f"need_{name}"):
+            return f"does not compute {name}"
+    for name in "qkv":
+        if any(shared_axes(getattr(problem, f"{name}_shape"), problem.forward)):
+            return f"{name} is shared by entries of the batch"
+    return None
 
 
 def num_summed(problem: AttentionVjpProblem) -> int:

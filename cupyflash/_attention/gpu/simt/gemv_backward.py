@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.gradient_limits import shared_axes
+from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.simt.gemv_forward import Tuning
 from cupyflash._attention.gpu.spec import BackwardSpec
@@ -28,14 +28,9 @@ class GemvVjpKernel(BackwardSpec):
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         reason = self.tuning.unsupported_reason(forward, device)
+        reason = reason or refuse_gradients(problem, "dsinks", "dscore")
         if reason is not None:
             return reason
-        for name in ("dsinks", "dscore"):
-            if getattr(problem, f"need_{name}"):
-                return f"does not compute {name}"
-        for name in "qkv":
-            if any(shared_axes(getattr(problem, f"{name}_shape"), forward)):
-                return f"{name} is shared by entries of the batch"
         if problem.need_dbias:
             scores = (forward.num_heads, forward.seqlen_q, forward.seqlen_k)
             if math.prod(problem.bias_shape) != math.prod((*forward.batch, *scores)):

@@ -10,16 +10,8 @@ from cupyflash._cuda.launch_sequence import Steps
 def gemv_vjp_steps(row, problem, operands, device) -> Steps:
     """dq, dk, dv and dbias in one launch."""
     layout = gradient_layout.layout(problem, operands)
-    fields = dict(layout.grads)
-    none = ((0,) * layout.batch_dims, 0, 0, 0)
-    for name in ("dq", "dk", "dv", "dbias"):
-        target = layout.targets.get(name)
-        if target is None:
-            fields[name] = none
-            continue
-        *batch, head, _ = target.entries
-        fields[name] = tuple(batch), head, target.row, target.col
     dims = layout.batch_dims
+    fields = layout.grads | gradient_layout.operands_of_targets(layout)
     dbias = "dbias" if problem.need_dbias else 0
     arguments = (
         "q", "k", "v", "dout", "out", "lse", "dlse", "dq", "dk", "dv", dbias,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu.config import launch_config, num_heads
-from cupyflash._attention.gpu.gradient_limits import shared_axes
+from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.simt.tiny_forward import (
     NUM_THREADS,
@@ -34,13 +34,7 @@ class TinyVjpKernel(BackwardSpec):
             return reason
         if forward.group_size > 1:
             return "takes one query head per head of k"
-        for name in ("dbias", "dsinks", "dscore"):
-            if getattr(problem, f"need_{name}"):
-                return f"does not compute {name}"
-        for name in "qkv":
-            if any(shared_axes(getattr(problem, f"{name}_shape"), forward)):
-                return f"{name} is shared by entries of the batch"
-        return None
+        return refuse_gradients(problem, "dbias", "dsinks", "dscore")
 
     def config(self, forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
         """The launch of the kernel that computes all gradients."""

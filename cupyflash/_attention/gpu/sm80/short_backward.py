@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu.config import LONG_SUM, is_plain
-from cupyflash._attention.gpu.gradient_limits import shared_axes
+from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.sm80 import short_forward
 from cupyflash._attention.gpu.sm80.short_forward import (
@@ -59,15 +59,10 @@ class MmaShortVjpKernel(BackwardSpec):
             )
             or self._refuse_long_sums(forward)
             or short_forward.refuse_few_blocks(num_kv_heads(forward), device)
+            or refuse_gradients(problem, "dbias", "dsinks", "dscore")
         )
         if reason is not None:
             return reason
-        for name in ("dbias", "dsinks", "dscore"):
-            if getattr(problem, f"need_{name}"):
-                return f"does not compute {name}"
-        for name in "qkv":
-            if any(shared_axes(getattr(problem, f"{name}_shape"), forward)):
-                return f"{name} is shared by entries of the batch"
         if not is_plain(forward) and (
             forward.seqlen_k > self.most_keys_with_options
             or (

@@ -82,6 +82,8 @@ _ATTENTION_SHAPES = {
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
     "short entries": (40, 33, 64, 48),  # many of them
+    "tiny entries": (4, 4, 8, 8),
+    "one query": (1, 100, 64, 64),  # of many entries
     "wide heads": (130, 200, 200, 136),
     "wider heads": (130, 600, 576, 512),
     "odd heads": (130, 200, 65, 49),  # rows are not 16-byte aligned
@@ -101,15 +103,23 @@ _KINDS = {
         "short rows", "columns", "long columns", "two long columns", "long rows",
         "longest rows", "a row that no card holds", "strided", "two axes",
     ),
-    "attention": ("plain", "few queries", "short entries", "wider heads"),
+    "attention": (
+        "plain", "few queries", "short entries", "tiny entries", "one query",
+        "wider heads",
+    ),
     "attention_vjp": (
-        "plain", "few queries", "short entries", "wide heads", "odd heads",
-        "copied heads",
+        "plain", "few queries", "short entries", "tiny entries", "one query",
+        "wide heads", "odd heads", "copied heads",
     ),
 }  # fmt: skip
 
-# More heads than a GPU has multiprocessors: their kernel takes no fewer.
-_BATCH_OF_KIND = {"short entries": 128}
+# (batch, heads of k) where there are more heads than a GPU has multiprocessors: kernels
+# of short entries take no fewer.
+_ENTRIES_OF_KIND = {
+    "short entries": (128, 2),
+    "tiny entries": (512, 4),
+    "one query": (128, 4),
+}
 
 _MOST_PROCESSES = 8
 
@@ -367,10 +377,10 @@ def _attention_inputs(case, rng, size):
     each key.
     """
     seqlen_q, seqlen_k, dim, dim_v = _ATTENTION_SHAPES[case.kind]
-    batch = _BATCH_OF_KIND.get(case.kind, 2)
+    batch, kv_heads = _ENTRIES_OF_KIND.get(case.kind, (2, 2))
     q = _normal(rng, (batch, 4, seqlen_q, dim), case.dtype, size)
-    k = _normal(rng, (batch, 2, seqlen_k, dim), case.dtype, size)
-    v = _normal(rng, (batch, 2, seqlen_k, dim_v), case.dtype)
+    k = _normal(rng, (batch, kv_heads, seqlen_k, dim), case.dtype, size)
+    v = _normal(rng, (batch, kv_heads, seqlen_k, dim_v), case.dtype)
     if case.kind:
         return (q, k, v), {}
     bias = _normal(rng, (seqlen_k,), case.dtype, 0.5)

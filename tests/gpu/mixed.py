@@ -65,18 +65,45 @@ def _attention(dtype, seqlens=None, dims=(64, 64, 64), **options):
     return build
 
 
-def _short_entries(inputs):
-    """As many heads as any card has multiprocessors: their kernel takes no fewer."""
-    shape = (200, 2, 10 + inputs.seed % 7, 32)
-    q, k, v = (inputs.normal(shape, "bfloat16") for _ in "qkv")
-    return lambda: cupyflash.attention(q, k, v, return_lse=True)
+# (heads, queries, keys, columns) of entries, and their dtype. There are as many heads
+# as any card has multiprocessors: kernels of short entries take no fewer.
+_ENTRIES = {
+    "short": (lambda seed: (2, 10 + seed % 7, 10 + seed % 7, 32), "bfloat16"),
+    "tiny": (lambda seed: (2, 3 + seed % 2, 4, 8), "float32"),
+    "one query": (lambda seed: (4, 1, 90 + seed % 16, 64), "float16"),
+}
 
 
-def _short_gradients(inputs):
-    shape = (200, 2, 10 + inputs.seed % 7, 32)
-    q, k, v, dout = (inputs.normal(shape, "bfloat16") for _ in range(4))
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    return lambda: cupyflash.attention_vjp(dout, q, k, v, out, lse)[:3]
+def _entries(kind):
+    """q, k and v of many entries."""
+    size, dtype = _ENTRIES[kind]
+
+    def build(inputs):
+        heads, seqlen_q, seqlen_k, dim = size(inputs.seed)
+        return [
+            inputs.normal((200, heads, n, dim), dtype)
+            for n in (seqlen_q, seqlen_k, seqlen_k)
+        ]
+
+    return build
+
+
+def _entries_attention(kind):
+    def build(inputs):
+        q, k, v = _entries(kind)(inputs)
+        return lambda: cupyflash.attention(q, k, v, return_lse=True)
+
+    return build
+
+
+def _entries_vjp(kind):
+    def build(inputs):
+        q, k, v = _entries(kind)(inputs)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        dout = inputs.normal(out.shape, out.dtype.name)
+        return lambda: cupyflash.attention_vjp(dout, q, k, v, out, lse)[:3]
+
+    return build
 
 
 def _with_lengths(inputs):
@@ -156,7 +183,9 @@ _BUILDERS = {
     "attention of wide heads, many keys": _attention(
         "bfloat16", lambda n: (n, 2000 + n), (320, 320, 320)
     ),
-    "attention of short entries": _short_entries,
+    "attention of short entries": _entries_attention("short"),
+    "attention of tiny entries": _entries_attention("tiny"),
+    "attention of one query an entry": _entries_attention("one query"),
     "attention online": _attention("float32", method="online"),
     "attention with lengths": _with_lengths,
     "attention_vjp bfloat16": _attention_vjp("bfloat16"),
@@ -164,7 +193,9 @@ _BUILDERS = {
     "attention_vjp float64": _attention_vjp("float64"),
     "attention_vjp of wide heads": _attention_vjp("bfloat16", (200, 200, 136)),
     "attention_vjp of odd heads": _attention_vjp("bfloat16", (65, 65, 65)),
-    "attention_vjp of short entries": _short_gradients,
+    "attention_vjp of short entries": _entries_vjp("short"),
+    "attention_vjp of tiny entries": _entries_vjp("tiny"),
+    "attention_vjp of one query an entry": _entries_vjp("one query"),
     "attention_vjp with a bias": _attention_vjp("bfloat16", has_bias=True),
     "merge": _merge,
 }

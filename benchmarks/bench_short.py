@@ -13,11 +13,8 @@ from dataclasses import dataclass
 import timing
 
 import cupyflash
-from cupyflash._attention.gpu import backward as attention_vjp_gpu
-from cupyflash._attention.gpu import forward as attention_gpu
 from cupyflash._cli import measure as _measure
 from cupyflash._core import arrays
-from cupyflash._cuda import plan_cache
 from cupyflash._reference import backward as reference_vjp
 
 
@@ -60,31 +57,6 @@ CELLS = (
     Cell(1024, (1, 1), (1, 512), 64, "float32"),
     Cell(1024, (1, 1), (1, 4096), 32),
 )
-_TABLES = (
-    (attention_gpu, "ATTENTION_KERNELS"),
-    (attention_vjp_gpu, "ATTENTION_VJP_KERNELS"),
-)
-
-
-def without(row, call):
-    """`call` by the other rows, with plans of their own."""
-    changed = [
-        (module, name, tuple(r for r in getattr(module, name) if r.name != row))
-        for module, name in _TABLES
-    ]
-    changed += [(module, "_plans", plan_cache.PlanCache()) for module, _ in _TABLES]
-
-    def before():
-        kept = [getattr(module, name) for module, name, _ in changed]
-        for module, name, value in changed:
-            setattr(module, name, value)
-        try:
-            return call()
-        finally:
-            for (module, name, _), value in zip(changed, kept, strict=True):
-                setattr(module, name, value)
-
-    return before
 
 
 def copy_of(xp, num_bytes):
@@ -126,7 +98,7 @@ def measure(xp, cell, turns):
     ):
         calls = {
             "ours": call,
-            "before": without(row_name, call),
+            "before": timing.without(row_name, call),
             "copy": copy_of(xp, num_bytes),
         }
         times = _measure.interleaved(calls, on_gpu=True, turns=turns)

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 import timing
 
 import cupyflash
-from cupyflash._attention.gpu import forward as attention_gpu
-from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._cli import measure as _measure
 from cupyflash._core import arrays
-from cupyflash._cuda import plan_cache
 
 _BACK_ENDS = ("flash", "cudnn", "efficient", "math")
 _SDPA = {
@@ -75,22 +72,6 @@ CELLS = (
     Cell(64, (16, 1), (1, 8192), _LATENT),
     Cell(16, (8, 8), (1, 4096), (512, 512)),
 )
-
-
-def without_new_row(call):
-    """`call` by the rows that stood before hopper_wide, with plans of their own."""
-    rows = tuple(row for row in ATTENTION_KERNELS if row.name != "hopper_wide")
-    plans = plan_cache.PlanCache()
-
-    def before():
-        kept = attention_gpu.ATTENTION_KERNELS, attention_gpu._plans
-        attention_gpu.ATTENTION_KERNELS, attention_gpu._plans = rows, plans
-        try:
-            return call()
-        finally:
-            attention_gpu.ATTENTION_KERNELS, attention_gpu._plans = kept
-
-    return before
 
 
 def torch_calls(xp, cell, q, k, v):
@@ -163,7 +144,7 @@ def measure(xp, cell, turns):
     told = cupyflash.explain("attention", q, k, v, causal=cell.causal)
     calls = {told.kernel: ours}
     if told.kernel == "hopper_wide":
-        calls["before (tiled)"] = without_new_row(ours)
+        calls["before (tiled)"] = timing.without("hopper_wide", ours)
     calls |= torch_calls(xp, cell, q, k, v)
     wanted = exact(xp, cell, q, k, v)
     errors = {}

@@ -58,6 +58,32 @@ def backend(args):
     return cupy, True
 
 
+def without(row, call):
+    """`call` by the other rows of attention, with plans of their own."""
+    from cupyflash._attention.gpu import backward, forward
+    from cupyflash._cuda import plan_cache
+
+    changed = []
+    for module, name in (
+        (forward, "ATTENTION_KERNELS"),
+        (backward, "ATTENTION_VJP_KERNELS"),
+    ):
+        rows = tuple(r for r in getattr(module, name) if r.name != row)
+        changed += [(module, name, rows), (module, "_plans", plan_cache.PlanCache())]
+
+    def before():
+        kept = [getattr(module, name) for module, name, _ in changed]
+        for module, name, value in changed:
+            setattr(module, name, value)
+        try:
+            return call()
+        finally:
+            for (module, name, _), value in zip(changed, kept, strict=True):
+                setattr(module, name, value)
+
+    return before
+
+
 def add_jobs(parser):
     """--jobs, for `compile_ahead`."""
     parser.add_argument(

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from accuracy import max_error, to_host
+from counting import Counting
 from placing import place
 
 import cupyflash
@@ -385,18 +386,6 @@ def test_ten_thousand_calls_can_be_captured(cupy, mode):
 
 
 # --- memory --------------------------------------------------------------------------
-
-
-class Counting:
-    """Sizes that CuPy's allocator is asked for."""
-
-    def __init__(self, cupy):
-        self.sizes = []
-        self._malloc = cupy.get_default_memory_pool().malloc
-
-    def __call__(self, size):
-        self.sizes.append(size)
-        return self._malloc(size)
 
 
 @pytest.mark.parametrize("method", FUSED)

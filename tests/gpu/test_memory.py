@@ -4,6 +4,7 @@ import mixed
 import numpy as np
 import pytest
 from accuracy import dtype_of
+from counting import Counting
 from placing import place
 
 import cupyflash
@@ -22,18 +23,6 @@ def _give_back(cupy):
     """Other processes test on the same device."""
     yield
     cupy.get_default_memory_pool().free_all_blocks()
-
-
-class Counting:
-    """Sizes that CuPy's allocator is asked for."""
-
-    def __init__(self, cupy):
-        self.sizes = []
-        self._malloc = cupy.get_default_memory_pool().malloc
-
-    def __call__(self, size):
-        self.sizes.append(size)
-        return self._malloc(size)
 
 
 def test_ten_thousand_mixed_calls_keep_nothing(cupy, record_property):

@@ -7,6 +7,19 @@ from test_attention_vjp import agree, gradients, inputs
 
 import cupyflash
 
+# Batch axes of q, and of k and v.
+BATCHES = (
+    ((), ()),
+    ((3,), (1,)),
+    ((1,), (3,)),
+    ((2, 3), (2, 3)),
+    ((2, 3), (1, 3)),
+    ((2, 3), (2, 1)),
+    ((1, 3), (2, 1)),
+    ((2, 1, 2, 2), (2, 3, 1, 2)),
+    ((3,), ()),
+)
+
 
 def poison(cupy, shape):
     """Leaves NaN in the memory that the next arrays are made of."""
@@ -111,6 +124,21 @@ def gradients_of_every_size(cupy, rng, size, head_dim):
     agree(cupy, q, k, v, dout)
 
 
+def from_graph(cupy, call, shape):
+    """The results of a call of which a graph is launched several times."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        captured = call()
+        graph = stream.end_capture()
+        for _ in range(3):
+            poison(cupy, shape)
+            graph.launch(stream)
+        stream.synchronize()
+    return captured
+
+
 def a_call_can_be_captured(cupy, rng, head_dim, dtype="bfloat16"):
     """And its graph launched again and again, whatever memory held before."""
     shapes = {"q": (2, 4, 300, head_dim), "k": (2, 2, 300, head_dim)}
@@ -121,16 +149,6 @@ def a_call_can_be_captured(cupy, rng, head_dim, dtype="bfloat16"):
         return cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
 
     expected = [to_host(x) for x in call()[:3]]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        call()
-        stream.begin_capture()
-        captured = call()
-        graph = stream.end_capture()
-        for _ in range(3):
-            poison(cupy, q.shape)
-            graph.launch(stream)
-        stream.synchronize()
-    for a, b in zip(expected, captured[:3], strict=True):
+    for a, b in zip(expected, from_graph(cupy, call, q.shape)[:3], strict=True):
         a, b = a.astype(np.float32), to_host(b).astype(np.float32)
         np.testing.assert_allclose(a, b, atol=0.01 * np.abs(a).max())

@@ -1,17 +1,16 @@
 """Score and mask functions on a GPU: plans and texts of kernels, without a GPU."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import expressions_gpu
 import functions_gpu
 import numpy as np
 import pytest
+from function_problems import asked
 
 import cupyflash
 from cupyflash import scores
 from cupyflash._attention import functions as bound_functions
-from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import functions as gpu_functions
 from cupyflash._attention.gpu.config import defines, without_options
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
@@ -22,24 +21,6 @@ from cupyflash._cuda.device import device_of_arch
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
 SLOPES = np.linspace(0.1, 0.4, 4).astype("float32")
-
-
-def asked(dtype="float32", shape=(2, 4, 512, 64), method="auto", **options):
-    """(problem on a GPU, operands) of a call with these arrays in NumPy."""
-    q = np.zeros(shape, "float32" if dtype == "bfloat16" else dtype)
-    given = {
-        "bias": None, "mask": None, "scale": None, "causal": False,
-        "query_offset": None, "window": None, "softcap": 0.0, "sinks": None,
-        "alibi_slopes": None, "query_lengths": None, "key_lengths": None,
-        "layout": "bhsd", "precision": "float32", "return_lse": True, "out": None,
-        "method": method, "score": None, "score_arrays": None, "mask_arrays": None,
-    }  # fmt: skip
-    assert options.keys() <= given.keys()
-    problem, operands = attention_problem.attention(
-        q, q, q, *(given | options).values()
-    )
-    problem = replace(problem, backend="cupy", dtype=dtype)
-    return attention_problem.with_cuda(problem, operands.functions), operands
 
 
 def with_alibi(**options):

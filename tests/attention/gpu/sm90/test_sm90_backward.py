@@ -463,17 +463,7 @@ def test_blocks_take_item_after_item(cupy, rng, dtype, seqlens, causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("batch", "batch_k"),
-    [
-        ((), ()),
-        ((3,), (1,)),
-        ((1,), (3,)),
-        ((2, 3), (2, 3)),
-        ((2, 3), (1, 3)),
-        ((2, 3), (2, 1)),
-        ((1, 3), (2, 1)),
-        ((3,), ()),
-    ],
+    ("batch", "batch_k"), [pair for pair in vjp_laws.BATCHES if len(pair[0]) < 4]
 )
 def test_batch_axes(cupy, rng, batch, batch_k):
     shape = np.broadcast_shapes(batch, batch_k)

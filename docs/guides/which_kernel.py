@@ -108,7 +108,8 @@ table(
 # Many short entries
 # ------------------
 # There are kernels for the case where every multiprocessor has a head to work on, and
-# the keys of a head fit on the chip.
+# the keys of a head fit on the chip. For one query an entry, and for the tiniest
+# entries, there are others again.
 
 
 def short(dtype, queries, keys, head_dim, entries):
@@ -128,6 +129,7 @@ table(
             (500, 40, 40, 64),
             (500, 1, 100, 64),
             (500, 65, 40, 64),
+            (8000, 4, 4, 8),
             (8, 40, 40, 64),
         )
     },
@@ -148,9 +150,10 @@ table(
 # %%
 # Softmax
 # -------
-# By the length of a row. Rows that are too long to fit on the chip are read twice. If
-# the axis is not the contiguous one, neighbouring columns are processed together: the
-# last three lines, in float32.
+# By the length of a row. Rows that do not fit into the blocks of a cluster are read
+# twice, or once if all multiprocessors together hold some of them (``relay``). If the
+# axis is not the contiguous one, neighbouring columns are processed together: the last
+# three lines, in float32.
 
 NAMES = ("x", "where", "out")
 

@@ -104,7 +104,6 @@ class Pairs:
     kernel: str  # of KERNELS, or the name of a function
     scale: float  # 1 / bandwidth; 1 where axes have scales of their own
     coord_dtype: str  # of the coordinates: float64 where they have been scaled
-    has_log_weights: bool = False
     return_lse: bool = False
     is_sorted: bool = False  # both clouds, along a curve
     method: str = "auto"

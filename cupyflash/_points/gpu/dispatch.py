@@ -112,7 +112,6 @@ def pairs_of(problem) -> Pairs:
         kernel=problem.kernel.name,
         scale=1.0 if scaled or not problem.dim else problem.scale[0],
         coord_dtype="float64" if scaled else problem.dtype,
-        has_log_weights=problem.log_weights is not None,
         return_lse=_has_lse(problem),
         precision=problem.precision,
         bandwidth=0.0 if scaled or not problem.dim else problem.bandwidth[0],

@@ -128,12 +128,12 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()
     problem, operands = check(*call.arguments.values())
-    told = module.backend(problem).describe(problem, operands)
+    details = module.backend(problem).describe(problem, operands)
     return Explanation(
         function=function.__name__,
         backend=problem.backend,
-        kernel=told.pop("kernel"),
+        kernel=details.pop("kernel"),
         problem=problem,
-        refused=told.pop("refused", ()),
-        details=told,
+        refused=details.pop("refused", ()),
+        details=details,
     )

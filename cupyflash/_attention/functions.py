@@ -263,18 +263,18 @@ def described(
     functions: Functions | None, taken: tuple[Taken, ...] = ()
 ) -> dict[str, str]:
     """The functions of a call as Python, and options in their place, for explain()."""
-    told = {}
+    details = {}
     for of, function, option, array, _ in taken:
-        told["mask_function" if of == "mask" else of] = repr(function.expression)
+        details["mask_function" if of == "mask" else of] = repr(function.expression)
         of_array = "" if array is None else f", {array!r} being its array"
-        told[f"{of}_is"] = f"the option {option}={of_array}"
+        details[f"{of}_is"] = f"the option {option}={of_array}"
     score, mask = functions or (None, None)
     if score is not None:
-        told["score"] = repr(score.expression)
-        told["score_derivative"] = repr(score.expression.derivative)
+        details["score"] = repr(score.expression)
+        details["score_derivative"] = repr(score.expression.derivative)
     if mask is not None:
-        told["mask_function"] = repr(mask.expression)
-    return told
+        details["mask_function"] = repr(mask.expression)
+    return details
 
 
 def tiles_of_mask(

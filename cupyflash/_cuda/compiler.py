@@ -120,9 +120,9 @@ def _version_file():
         facts = library.stat()
     except (ImportError, OSError, RuntimeError, TypeError):
         return None
-    told = repr((str(library), facts.st_size, facts.st_mtime_ns, cupy.__version__))
+    identity = repr((str(library), facts.st_size, facts.st_mtime_ns, cupy.__version__))
     folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
-    name = f"cupyflash_nvrtc_{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    name = f"cupyflash_nvrtc_{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     return Path(folder).expanduser() / name
 
 

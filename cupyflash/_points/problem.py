@@ -159,8 +159,8 @@ def leading_axes(**shapes: tuple[int, ...]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*shapes.values())
     except ValueError:
-        told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"leading axes do not broadcast: {told}") from None
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"leading axes do not broadcast: {listed}") from None
 
 
 def check_precision(precision: Any, dtype: str) -> str:

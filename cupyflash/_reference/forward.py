@@ -306,11 +306,11 @@ def _times_values(xp, p, seen, v, matmul):
     """p @ v, where a key that is not seen adds nothing, not even 0 * NaN."""
     finite = xp.isfinite(v)
     out = matmul(p, xp.where(finite, v, 0).astype(v.dtype, copy=False))
-    odd_keys = ~finite.all(axis=-1)
+    nonfinite_keys = ~finite.all(axis=-1)
     for j in range(v.shape[-2]):
-        if bool(odd_keys[..., j].any()):
-            odd = xp.where(finite[..., j, :], 0, v[..., j, :])
-            term = p[..., j, None] * odd[..., None, :]
+        if bool(nonfinite_keys[..., j].any()):
+            nonfinite = xp.where(finite[..., j, :], 0, v[..., j, :])
+            term = p[..., j, None] * nonfinite[..., None, :]
             use = seen[..., j, None] & ~finite[..., j, :][..., None, :]
             out = xp.where(use, out + term, out)
     return out

@@ -80,7 +80,7 @@ REFUSALS = {
         TypeError,
         "deterministic must be a bool, got int",
     ),
-    "another rung": (
+    "another method": (
         {"method": "safe"},
         NotImplementedError,
         "attention_vjp takes method='auto' or 'tiled', got 'safe'",

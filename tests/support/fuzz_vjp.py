@@ -18,7 +18,7 @@ def draw_attention_vjp(structure, rng, values, budget):
     problem = fuzz.draw_attention(structure, rng, values, budget - 1)
     options = problem.options
     options.pop("return_lse")
-    if options["method"] != "tiled":  # the only rung that gradients have
+    if options["method"] != "tiled":  # the only method that gradients have
         options["method"] = "auto"
     given = {name: name in problem.arrays for name in ("bias", "sinks")}
     for name, is_given in given.items():

@@ -20,7 +20,7 @@
 //            head_dim_v up to kPartsV. Each query head has keys of its own
 #include "attention/simt/gemv.cuh"
 
-// GEMV_GRADS of _attention/gpu/simt/gemv.py is the same struct on the host.
+// GEMV_GRADS of _attention/gpu/simt/gemv_backward.py is the same struct on the host.
 struct gemv_grads_t {
   operand_t dout, lse, dlse, dq, dk, dv, dbias;
 };

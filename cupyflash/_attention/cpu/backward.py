@@ -213,7 +213,7 @@ class _Rows(Part):
         self.sum_ds = -(self.of_sink * self.delta)
         self.sum_p, self.mean = self.of_sink, 0.0
         self.scaled_q, self.factor = self.queries()
-        self.odd = not np.isfinite(self.scaled_q).all()
+        self.nonfinite = not np.isfinite(self.scaled_q).all()
         self._names = problem.need_dscore
         self._reads = []
 
@@ -269,7 +269,7 @@ class _Rows(Part):
         if slope is not None:
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
-        if not self.odd and np.isfinite(dq).all():
+        if not self.nonfinite and np.isfinite(dq).all():
             self.sum_ds += of_rows
             found = dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
             if not self.has_all_keys:

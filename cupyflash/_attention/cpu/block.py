@@ -361,13 +361,13 @@ def _ones(size, dtype):
 def times_values(p, seen, v):
     """p @ v, where a key that a row does not see adds nothing, not even 0 * NaN."""
     finite = np.isfinite(v)
-    odd_keys = np.flatnonzero(~finite.all(axis=1))
-    if odd_keys.size == 0:
+    nonfinite_keys = np.flatnonzero(~finite.all(axis=1))
+    if nonfinite_keys.size == 0:
         return product(p, v)
     out = product(p, np.where(finite, v, v.dtype.type(0)))
-    for j in odd_keys:
-        odd = ~finite[j]
-        out[:, odd] += np.where(seen[:, j, None], p[:, j, None] * v[j, odd], 0)
+    for j in nonfinite_keys:
+        columns = ~finite[j]
+        out[:, columns] += np.where(seen[:, j, None], p[:, j, None] * v[j, columns], 0)
     return out
 
 

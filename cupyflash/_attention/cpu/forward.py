@@ -138,20 +138,20 @@ def describe(problem, operands):
             **functions.describe(*asked, offset, rows, problem.seqlen_k),
         }
     rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
-    told = {
+    details = {
         "kernel": name,
         "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _unfused_rows(problem))),
         "threads": threads,
     }
-    told |= functions.describe(
-        *asked, offset, told["rows_of_a_task"], tiled.keys_of_a_block(problem)
+    details |= functions.describe(
+        *asked, offset, details["rows_of_a_task"], tiled.keys_of_a_block(problem)
     )
     if name == "tiled":
-        told["keys_of_a_block"] = tiled.keys_of_a_block(problem)
+        details["keys_of_a_block"] = tiled.keys_of_a_block(problem)
         if tiled.may_be_bounded(problem):
             keys = tiled.keys_of_a_block(problem, bounded=True)
-            told["keys_of_a_block_if_scores_are_small"] = keys
-    return told
+            details["keys_of_a_block_if_scores_are_small"] = keys
+    return details
 
 
 # --- naive and safe: S and P in memory -----------------------------------------------

@@ -227,10 +227,10 @@ def add_reads(total, reads, gradient, visible):
 
 def describe(problem, operands, offsets, rows, keys):
     """The functions of a call as Python; how many tiles a mask shows whole, and not."""
-    told = described(operands.functions)
+    details = described(operands.functions)
     _, mask = operands.functions or (None, None)
     if mask is not None:
-        told["tiles_of_the_mask"] = tiles_of_mask(
+        details["tiles_of_the_mask"] = tiles_of_mask(
             problem, mask, offsets, max(rows, 1), keys
         )
-    return told
+    return details

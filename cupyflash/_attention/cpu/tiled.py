@@ -113,8 +113,8 @@ def repair(part, values):
 
     They may have overflowed as sums, before they were divided; here P is.
     """
-    odd = ~np.isfinite(values).all(axis=1)
-    if not odd.any():
+    nonfinite = ~np.isfinite(values).all(axis=1)
+    if not nonfinite.any():
         return
     q, factor = part.queries()
     blocks = list(part.key_blocks(keys_of_a_block(part.problem)))
@@ -135,7 +135,7 @@ def repair(part, values):
     # Probabilities may add up to a little more than 1.
     largest = float(np.finfo(part.dtype).max) / 2
     np.clip(half, -largest, largest, out=half, where=np.isfinite(half))
-    values[odd] = 2 * half[odd]
+    values[nonfinite] = 2 * half[nonfinite]
 
 
 def _run(part, q, factor, blocks, exact=False):

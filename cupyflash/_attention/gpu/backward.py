@@ -90,11 +90,11 @@ def attention_vjp(arguments, score_and_arrays=()) -> AttentionGrads:
             layout, precision, method, need_dbias, need_dbias.__class__, need_dsinks,
             need_dsinks.__class__, deterministic, deterministic.__class__, is_int,
         )  # fmt: skip
-        told = b""
+        packed = b""
         if score_and_arrays:
             score, score_arrays, mask_arrays, need_dscore = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)
-            of_functions, told = _functions.of_call(
+            of_functions, packed = _functions.of_call(
                 q, score, score_arrays, of_mask, mask_arrays, softcap,
                 query_offset if is_int else None,
             )  # fmt: skip
@@ -121,11 +121,11 @@ def attention_vjp(arguments, score_and_arrays=()) -> AttentionGrads:
     given = bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths
     options = addresses(given)
     if plan.taken:
-        told = b""
+        packed = b""
         options = _functions.with_taken(options, plan.taken, score_arrays, mask_arrays)
     found = plan.run(
         None, q.data.ptr, k.data.ptr, v.data.ptr, *options,
-        query_offset if is_int else plan.offset, told, dout.data.ptr, out.data.ptr,
+        query_offset if is_int else plan.offset, packed, dout.data.ptr, out.data.ptr,
         lse.data.ptr, 0 if dlse is None else dlse.data.ptr,
     )  # fmt: skip
     return _named(plan, found)

@@ -26,7 +26,7 @@ class AttentionCall(NamedTuple):
     query_lengths: int = 0
     key_lengths: int = 0
     offset: int = 0  # the query offset, if it is an int
-    functions: bytes = b""  # functions_t: what score and mask function are told
+    functions: bytes = b""  # functions_t: what score and mask function read
     dout: int = 0
     out: int = 0
     lse: int = 0

@@ -92,12 +92,12 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
             out is None or facts(out),
         )  # fmt: skip
         functions: tuple[Any, ...] = ()
-        told = b""
+        packed = b""
         if score_and_arrays:
             score, score_arrays, mask_arrays = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)
             functions = score, score_arrays, of_mask, mask_arrays
-            of_functions, told = _functions.of_call(
+            of_functions, packed = _functions.of_call(
                 q, *functions, softcap, query_offset if offset_is_int else None
             )
             key += of_functions
@@ -131,11 +131,11 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
     if plan is not None:
         offset = query_offset if offset_is_int else plan.offset
         if plan.taken:
-            told = b""
+            packed = b""
             options = _functions.with_taken(options, plan.taken, *functions[1::2])
         if out is None:
-            return plan.run(None, q_at, k_at, v_at, *options, offset, told)
-        pointers = q_at, k_at, v_at, *options, offset, told
+            return plan.run(None, q_at, k_at, v_at, *options, offset, packed)
+        pointers = q_at, k_at, v_at, *options, offset, packed
         if not (
             plan.may_overlap(out.data.ptr, pointers)
             or (functions and _functions.overlap(out, *functions[1::2]))

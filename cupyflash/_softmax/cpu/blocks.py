@@ -158,9 +158,9 @@ class Block:
         kept = len(self._rows.kept)
         if not self._rows.side_by_side:
             return matrix.reshape(shape)
-        turned = matrix.T.reshape(shape[kept:] + shape[:kept])
+        transposed = matrix.T.reshape(shape[kept:] + shape[:kept])
         rest = len(shape) - kept
-        return turned.transpose(*range(rest, len(shape)), *range(rest))
+        return transposed.transpose(*range(rest, len(shape)), *range(rest))
 
     def buffer(self, name: str, shape: tuple[int, int], dtype: Any) -> Any:
         """A matrix (rows, columns) in our order of memory."""

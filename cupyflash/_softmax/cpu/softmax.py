@@ -127,7 +127,7 @@ def _small_rows(plan, x):
 
 def describe(problem, operands):
     """What would run; nothing does."""
-    told = {
+    details = {
         "kernel": "tiled" if problem.method == "auto" else problem.method,
         "threads": _num_threads(problem),
         "computes_in": np.dtype(_computes_in(problem)).name,
@@ -135,10 +135,12 @@ def describe(problem, operands):
     if problem.num_rows and problem.row_length:
         rows = Rows(problem, x=operands.x, dy=operands.dy, b=operands.b)
         if problem.function in ("softmax", "log_softmax"):
-            told["kernel"] = _KERNELS[_method(problem, rows)]
-        told["rows_of_a_block"] = min(rows.per_block, problem.num_rows)
-        told["rows_in_memory"] = "side by side" if rows.side_by_side else "one by one"
-    return told
+            details["kernel"] = _KERNELS[_method(problem, rows)]
+        details["rows_of_a_block"] = min(rows.per_block, problem.num_rows)
+        details["rows_in_memory"] = (
+            "side by side" if rows.side_by_side else "one by one"
+        )
+    return details
 
 
 def _num_threads(problem):

@@ -99,8 +99,8 @@ def _of_summed_rows(problem, config, values):
     yield "vectors of a row", -(-part // vector) + 1 + together
 
 
-def _of_line(problem, config, values):
-    """line_t of softmax/detail/tile_queue.cuh, and positions in a row."""
+def _of_queue(problem, config, values):
+    """tile_queue_t of softmax/detail/tile_queue.cuh, and positions in a row."""
     vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
     part = values["LANES"] * values["IN_REGISTERS"] * vector
     parts = problem.num_rows * -(-problem.row_length // part)
@@ -137,8 +137,8 @@ _COUNTS = {
     "relay": _of_relay,
     "tiled": _of_rows_on_chip,
     "vjp_tiled": _of_rows_on_chip,
-    "trail": _of_line,
-    "vjp_trail": _of_line,
+    "trail": _of_queue,
+    "vjp_trail": _of_queue,
     "vjp_stream": _of_rings,
     "logsumexp_rows": _of_summed_rows,
 }

@@ -26,9 +26,9 @@ from cupyflash._cuda.kernel import LaunchConfig
 # Head dimensions that are compiled; zeros pad.
 DIMS = (64, 128)
 
-# kGranule, kLargestTile, kBytesFacts and kBytesStats of
+# kGranule, kLargestTile, kBytesTileStats and kBytesStats of
 # attention/sm80/fp32_backward.cuh.
-_GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
+_GRANULE, _LARGEST_TILE, _TILE_STATS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS = 128
 _STATIC = 256  # bytes of static shared memory of a block, at most
 
@@ -60,7 +60,7 @@ class MmaSplitVjpTile:
 
 def split_tile_bytes(dim: int, parts: int) -> int:
     """kBytesOperand of attention/sm80/fp32_backward.cuh."""
-    return parts * _GRANULE * dim * 2 + _FACTS
+    return parts * _GRANULE * dim * 2 + _TILE_STATS
 
 
 def granules(num_rows: int) -> int:

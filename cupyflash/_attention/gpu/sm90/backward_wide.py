@@ -113,12 +113,12 @@ class HopperWideVjpKernel(BackwardSpec):
             return f"takes head dimensions above {self.above}, not {widest}"
         if any(gradient_limits.shared_axes(problem.q_shape, forward)):
             return "cannot sum the dq of batch entries that share q"
-        if reason := self._refusal_of_options(problem):
+        if reason := self._unsupported_options(problem):
             return reason
         smem = max(self._smem(part, forward) for part in _THREADS)
         return refuse_smem(smem + _STATIC[not is_plain(forward)], device)
 
-    def _refusal_of_options(self, problem):
+    def _unsupported_options(self, problem):
         forward = problem.forward
         if forward.softcap and self.dim(forward) > self.softcap_up_to:
             return f"has no softcap for head dimensions above {self.softcap_up_to}"

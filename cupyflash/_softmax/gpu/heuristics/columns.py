@@ -67,7 +67,7 @@ _TEAM_OTHER_BYTES = 2 << 10
 # Teams that may take any number of tiles, and tiles that each may take otherwise.
 _TEAM_MANY, _TEAM_TURNS = 4, 2
 _TEAM_WIDTHS = (128, 64, 32, 16)
-_TOLD_BYTES = 16  # what a block publishes for a column
+_PUBLISHED_BYTES = 16  # what a block publishes for a column
 _LINE_BYTES = 128
 
 
@@ -113,7 +113,7 @@ def _share_tiles(problem, in_registers, vector, vector_bytes, device):
     main = softmax_config.varied(
         main,
         (team, teams),
-        scratch=tiles * (team + 1) * side * vector * _TOLD_BYTES,
+        scratch=tiles * (team + 1) * side * vector * _PUBLISHED_BYTES,
         values={"TEAMS": 1},
         cooperative=True,
     )

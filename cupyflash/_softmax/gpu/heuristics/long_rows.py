@@ -12,7 +12,7 @@ from cupyflash._softmax.gpu.config import (
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-_TOLD_BYTES = 16  # what a block publishes for a row
+_PUBLISHED_BYTES = 16  # what a block publishes for a row
 
 
 def split_rows(problem, device):
@@ -68,10 +68,10 @@ def trail_rows(problem, device):
     widest = widest_of(problem)
     in_registers, blocks_per_sm, in_cache, least = _TRAIL[widest]
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
-    return _along_line(problem, device, in_registers, blocks_per_sm, max(left, least))
+    return _from_queue(problem, device, in_registers, blocks_per_sm, max(left, least))
 
 
-def _along_line(problem, device, in_registers, blocks_per_sm, between):
+def _from_queue(problem, device, in_registers, blocks_per_sm, between):
     """The launches of blocks that take parts of rows from one queue."""
     part_bytes = WALK_THREADS * in_registers * on_chip.VECTOR_BYTES
     part = part_bytes // widest_of(problem)
@@ -85,12 +85,12 @@ def _along_line(problem, device, in_registers, blocks_per_sm, between):
         "MARGIN": between // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
-    words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
+    words = 1 + problem.num_rows + parts  # of _PUBLISHED_BYTES
     main = launch_config(
         min(2 * parts, device.num_sms * blocks_per_sm),
         WALK_THREADS,
         values,
-        scratch=words * _TOLD_BYTES,
+        scratch=words * _PUBLISHED_BYTES,
     )
     blocks = min(-(-words // WALK_THREADS), device.num_sms)
     return varied(main, (blocks,), entry="clear"), main
@@ -156,7 +156,7 @@ def relay_rows(problem, device):
         },
         smem=ring * _RELAY_CHUNK,
         cooperative=True,
-        scratch=problem.num_rows * (1 + blocks) * _TOLD_BYTES,
+        scratch=problem.num_rows * (1 + blocks) * _PUBLISHED_BYTES,
         num_groups=groups,
     )
     clear = min(-(-problem.num_rows * (1 + blocks) // threads), device.num_sms)
@@ -191,7 +191,7 @@ def trail_pairs(problem, device):
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     between = _PAIRS_BETWEEN[0 if is_short else 1]
-    return _along_line(problem, device, _PAIRS_IN_REGISTERS, _PAIRS_BLOCKS, between)
+    return _from_queue(problem, device, _PAIRS_IN_REGISTERS, _PAIRS_BLOCKS, between)
 
 
 def stream_pairs(problem, device):
@@ -223,7 +223,7 @@ def stream_pairs(problem, device):
         },
         smem=stream.ring * stream.threads * place,
         cooperative=True,
-        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        scratch=problem.num_rows * stream.blocks * _PUBLISHED_BYTES,
         num_groups=stream.groups,
     )
     blocks = min(-(-problem.num_rows // main.num_threads), 64)

@@ -72,6 +72,9 @@ def unsupported_reason(
         return "holds all keys of a head at once"
     if reason := spec.refuse_width(problem, widest):
         return reason
+    if most_keys == 0:
+        columns = max(problem.head_dim, problem.head_dim_v)
+        return f"is no faster for {problem.seqlen_q} queries of {columns} columns"
     for name, most in (("seqlen_q", most_queries), ("seqlen_k", most_keys)):
         if not 1 <= (n := getattr(problem, name)) <= most:
             return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"

@@ -146,6 +146,14 @@ def test_takes_as_few_keys_as_pay(dtype, queries, dim, options, keys):
     assert f"1 to {keys} keys" in MMA_SHORT.unsupported_reason(more, device())
 
 
+def test_no_number_of_keys_pays():
+    for queries, dim in ((65, 64), (33, 256)):
+        reason = MMA_SHORT.unsupported_reason(
+            problem("float16", dim, queries, 16), device()
+        )
+        assert reason == f"is no faster for {queries} queries of {dim} columns"
+
+
 def test_dk_of_long_sums_is_left_to_the_next_row():
     asked = gradient(problem("float16", 64, 1 << 16, 17))
     reason = MMA_SHORT_VJP.unsupported_reason(asked, device())

@@ -394,12 +394,18 @@ struct consumer_t {
   __device__ __forceinline__ void release(unsigned barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   }
+  // What TMA loads into a stage next must come behind what lanes have read of it:
+  // without a fence their loads may still be under way when the barrier opens.
+  __device__ __forceinline__ void finish_reads() const {
+    ptx::fence_proxy_async();
+    __syncwarp();
+  }
   // The lanes of this warp have read a tile.
   __device__ __forceinline__ void release_read(unsigned barrier) const {
+    finish_reads();
     if constexpr (kEachArrives) {
       ptx::mbarrier_arrive(barrier);
     } else {
-      __syncwarp();
       release(barrier);
     }
   }
@@ -431,7 +437,7 @@ struct consumer_t {
       ptx::ldmatrix_x4(held[step],
                        source + at.q.stage * kBytesQ + step / 4 * kChunk + inside);
     }
-    __syncwarp();
+    finish_reads();
     release(smem.q_empty + 8 * at.q.stage);
     at.q.advance();
   }
@@ -505,7 +511,7 @@ struct dv_consumer_t : consumer_t {
     return smem.lse + at.q.stage * kBytesStats + lane % 4 * 8;
   }
   __device__ __forceinline__ void release_q() {
-    __syncwarp();  // all lanes have read the stage
+    finish_reads();
     release(smem.q_empty + 8 * at.q.stage);
     at.q.advance();
   }

@@ -443,7 +443,9 @@ struct consumer_t {
         },
         use);
     if constexpr (kTerms > 0) {
-      __syncwarp();  // all lanes have read them
+      // What TMA loads into the stage next must come behind what lanes have read of it.
+      ptx::fence_proxy_async();
+      __syncwarp();
       if (lane < kArrivals) {
         ptx::mbarrier_arrive(smem.terms_empty + 8 * at.terms.stage);
       }

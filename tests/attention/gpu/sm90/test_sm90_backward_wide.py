@@ -421,7 +421,8 @@ def test_the_same_bits_with_options(cupy, rng, name):
     options = options_of(name, rng, 2, 8, 704, 912)
     arrays = inputs(rng, "bfloat16", q=(2, 8, 704, 128), k=(2, 2, 912, 128))
     first = gradients(cupy, *arrays, **options)
-    for deterministic in (False, True):
+    # Often, since TMA loads tiles into memory that warps have just read.
+    for deterministic in (False, True) * 10:
         again = gradients(cupy, *arrays, deterministic=deterministic, **options)
         for a, b in zip(first[:3], again[:3], strict=True):
             a, b = (to_host(x).view(np.uint16) for x in (a, b))

@@ -111,8 +111,10 @@ def test_row_mma_splits_keys_of_few_queries(heads, seqlen_q, seqlen_k, num_split
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("empty", [{"batch": (0,)}, {"seqlen_q": 0}, {"seqlen_k": 0}])
-def test_rows_of_empty_calls_can_be_asked_for(dtype, empty):
+@pytest.mark.parametrize("sinks", [None, "float32"])
+def test_rows_of_empty_calls_can_be_asked_for(dtype, empty, sinks):
     asked = problem(dtype, **{"seqlen_q": 40, "seqlen_k": 8192, **empty})
+    asked = dataclasses.replace(asked, sinks=sinks)
     row, _ = kernel.select(forward_registry.ATTENTION_KERNELS, asked, HOPPER)
     assert row.split_kv(asked, HOPPER)
 

@@ -301,9 +301,8 @@ class HopperKernel(spec.ForwardSpec):
         to_fill = device.num_sms // num_tiles
         most = most_seen(problem) // _KEYS_OF_SPLIT
         if problem.sinks is not None:  # added by a block that combines splits
-            most = min(
-                most, _COMBINED_WITH_SINKS // self._bytes_of_split(problem, tile)
-            )
+            of_split = max(1, self._bytes_of_split(problem, tile))
+            most = min(most, _COMBINED_WITH_SINKS // of_split)
         most = max(1, min(to_fill, most))
         if self._has_few_rows(problem):
             rows = problem.seqlen_q * self.pack(problem)

@@ -60,6 +60,35 @@ def is_whole(sum_p, lse, dtype=None):
     return (sum_p > 0) & (np.abs(sum_p - 1) <= allowed)
 
 
+# The distance of the numbers behind 1, and that of the subnormal ones.
+_SPACING = {
+    "float16": (2.0**-10, 2.0**-24),
+    "bfloat16": (2.0**-7, 2.0**-133),
+    "float32": (2.0**-23, 2.0**-149),
+    "float64": (2.0**-52, 2.0**-1074),
+}
+
+
+def delta_for_sinks(own, of_sink, whole, dout, out, down, dtype):
+    """delta as the gradient of a sink takes it: `own`, that of P and dP, or of `out`.
+
+    A sink may have nearly all the weight of a row, and `out` little but its rounding
+    to `dtype`; lse does not tell then whether it is over other keys, too. So `own` it
+    is where the two differ by no more than that rounding. Where sinks have at most
+    half, `whole` tells.
+    """
+    if np.maximum.reduce(of_sink, None, initial=0) <= 0.5 and np.all(whole):
+        return own
+    terms = np.where(out == 0, 0, dout * out)  # 0 where no key is seen
+    of_out = terms.sum(axis=-1, keepdims=True) - down
+    relative, least = _SPACING[dtype]
+    rounding = relative * np.abs(terms).sum(axis=-1, keepdims=True)
+    rounding += least * np.abs(dout).sum(axis=-1, keepdims=True)
+    rounding += 4 * np.finfo(own.dtype).eps * np.abs(down)
+    is_same = whole & ~(np.abs(own - of_out) > rounding)
+    return np.where(is_same, own, of_out)
+
+
 def may_be_off(dtype):
     """How far the sum of P may be from 1, where lse is 0."""
     return dtype.type(8 * np.finfo(dtype).eps)

@@ -62,6 +62,7 @@ _FIRST_KINDS = (_PLAIN[:1], _WIDE[:2], _SHORT[:1], _TINY[:1], _FEW[:1])
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
 _TEAMS = "softmax/teams"  # tall columns, whose blocks lie anywhere on the card
+_SINKS = "attention_vjp/sinks"  # with nearly all the weight
 _SECONDS = 120  # that a tool may take for one row
 # racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
 # neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
@@ -89,7 +90,7 @@ def cases_of(group):
     import rows
 
     if group in _BESIDE:
-        return ["float32", "bfloat16"]
+        return ["float16"] if group == _SINKS else ["float32", "bfloat16"]
     operation, name = group.split("/")
     found = [case for case in rows.cases(operation, name) if case.kind in _KINDS]
     if operation == "softmax":  # each tier of memory
@@ -308,6 +309,37 @@ def check_teams(xp, dtype):
     assert (np.abs(wide(found) - exact) <= bound).all()
 
 
+def check_sinks(xp, dtype):
+    """Gradients of sinks beside which a float16 `out` is 0, by portable kernels."""
+    import numpy as np
+    import pytest
+    import rows
+    from accuracy import dtype_of, to_host, wide
+    from placing import place
+
+    import cupyflash
+
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=(2, 2, 70, 64)).astype(dtype_of(dtype)) for _ in "qkvo"]
+    call = {"sinks": np.float32([24, 30]), "mask": rng.random((70, 70)) < 0.7}
+    call["mask"][3:9] = False
+
+    def dsinks(xp, convert):
+        *on, dout = (convert(x) for x in given)
+        options = {name: place(xp, x) for name, x in call.items()}
+        out, lse = cupyflash.attention(*on, **options, return_lse=True)
+        grads = cupyflash.attention_vjp(
+            dout, *on, out, lse, need_dsinks=True, **options
+        )
+        return to_host(grads.dsinks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if xp is not np:
+            rows.force(patch, "attention_vjp", "tiled")
+        found = dsinks(xp, lambda x: place(xp, x))
+    np.testing.assert_allclose(found, dsinks(np, lambda x: wide(x, np.float64)), 1e-4)
+
+
 def _check_softmax(xp, dtype, shape, axis, empty):
     import numpy as np
     import oracle
@@ -329,6 +361,7 @@ _BESIDE = {
     _TURN: check_turn,
     _PIECES: check_pieces,
     _TEAMS: check_teams,
+    _SINKS: check_sinks,
 }
 
 

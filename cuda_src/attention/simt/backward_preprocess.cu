@@ -2,9 +2,9 @@
 // attention_vjp_rows: statistics of each row of scores for the gradient kernels.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i, and with sinks the row's part of
-//            their gradient, -exp(sink - lse_i) delta_i. If lse was computed from
-//            scores with other rounding errors, P = exp(S - lse) would not sum to 1. It
-//            is therefore recomputed from the scores of these kernels, and used if it
+//            their gradient (sink_terms.cuh). If lse was computed from scores with
+//            other rounding errors, P = exp(S - lse) would not sum to 1. It is
+//            therefore recomputed from the scores of these kernels, and used if it
 //            equals the given one up to rounding. If not, lse covers other calls' keys.
 // Grid       one warp per row; lanes across head_dim_v
 // Memory     global: dO and out once; one or two numbers per row
@@ -12,6 +12,7 @@
 //            contributes to no gradient, even if its dO is NaN
 // Limits     none
 #include "attention/simt/gradients.cuh"
+#include "attention/simt/sink_terms.cuh"
 #include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
@@ -34,13 +35,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   const elem_t* const dout_row = at.at(dout, grads.dout) + i * grads.dout.row;
   accum_t sum = 0;
   bool has_out = false;
+  out_rounding_t rounding;
   for (index_t d = threadIdx.x % kWarpSize; d < params.head_dim_v; d += kWarpSize) {
-    const accum_t o = to<accum_t>(out_row[d]);
-    if (o != 0) sum = fma_of(o, to<accum_t>(dout_row[d]), sum);
+    const accum_t o = to<accum_t>(out_row[d]), down = to<accum_t>(dout_row[d]);
+    if (o != 0) sum = fma_of(o, down, sum);
     has_out |= o != 0;
+    rounding.add(o, down);
   }
   sum = warp_reduce(sum, [](accum_t a, accum_t b) { return a + b; });
   if constexpr (kHasSinks) has_out = __any_sync(kFullMask, has_out);
+  rounding.reduce();
   if (threadIdx.x % kWarpSize != 0) return;
   accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
   if (dlse != nullptr) {
@@ -58,8 +62,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     own_lse[row] = log_sum;
   }
   if (kHasSinks && sink_terms != nullptr) {
-    const bool counts = scores.is_query(i) && scores.sink() != -infinity<accum_t>();
-    sink_terms[row] =
-        counts ? -exp_diff_exact(scores.sink(), log_sum) * sum : accum_t(0);
+    sink_terms[row] = sink_term(scores, i, log_sum, sum, rounding);
   }
 }

@@ -3,12 +3,13 @@
 // mma.sync, and zeros for their sums.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|;
-//            with sinks the row's part of their gradient, -exp(sink - lse_i) delta_i
+//            with sinks the row's part of their gradient (simt/sink_terms.cuh)
 // Grid       1-D; kHeadDim / 8 threads per query
 // Memory     global: dO and out once, sums written once; a few numbers per query
 // Numbers    float. Where out is 0 the product is 0, as in
 //            attention/simt/backward_preprocess.cu
 // Limits     head_dim_v up to kHeadDim
+#include "attention/simt/sink_terms.cuh"
 #include "attention/sm80/backward.cuh"
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
 
   float log_sum = infinity<float>(), sum = 0, largest = 0;
   bool has_out = false;
+  out_rounding_t rounding;
   if (exists) {
     log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
     if (column < dim) {
@@ -48,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
         if (x != 0) sum = fmaf(x, y, sum);
         has_out |= x != 0;
         largest = max_nan(largest, fabsf(y));
+        rounding.add(x, y);
       }
     }
   }
@@ -59,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   // Gradients of a row that sees no key, or does not exist, do not count: its out is 0.
   const bool counts = warp_reduce<kRowThreads>(static_cast<int>(has_out),
                                                [](int a, int b) { return a | b; }) != 0;
+  rounding.reduce<kRowThreads>();
   if (exists) {
     const scores_t scores(at, SCORE_ARGUMENTS);
     if (column == 0) {
@@ -73,9 +77,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
       const index_t row = at.row_of_heads * params.seqlen_q + i;
       delta[row] = sum;
       if (kHasSinks && sink_terms != nullptr) {
-        const bool has_sink = scores.is_query(i) && scores.sink() != -infinity<float>();
-        sink_terms[row] =
-            has_sink ? -exp_diff_exact(scores.sink(), log_sum) * sum : 0.f;
+        sink_terms[row] = sink_term(scores, i, log_sum, sum, rounding);
       }
     }
   }

@@ -37,7 +37,7 @@ from cupyflash._attention.cpu.block import (
     times_values,
 )
 from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
-from cupyflash._attention.row_sums import RowSums
+from cupyflash._attention.row_sums import RowSums, delta_for_sinks, is_whole
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
@@ -86,7 +86,7 @@ def attention_vjp(*arguments):
         checked.check_lengths_of(problem.forward, query_lengths, key_lengths)
     if direct is not None:  # in the first call, too: it rounds otherwise than `run`
         grads = direct.gradients(
-            dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
+            out, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
             key_lengths,
         )  # fmt: skip
         if grads is not None:
@@ -192,7 +192,7 @@ class _Rows(Part):
         head, rows = (*self.batch, self.head), slice(self.start, self.stop)
         self.dout = self._load("dout", operands.dout[head][rows])
         self.lse = finite_base(operands.lse[head][rows, None])
-        out = self._load("out", operands.forward.out[head][rows])
+        self.out = out = self._load("out", operands.forward.out[head][rows])
         terms = self.scratch.array("terms", out.shape, self.dtype)
         np.multiply(self.dout, out, out=terms)
         # A row that sees no key has out = 0, whatever flows into it.
@@ -212,6 +212,7 @@ class _Rows(Part):
         # Sums over the sink, then the keys: of dS, of P, of keys weighted by P.
         self.sum_ds = -(self.of_sink * self.delta)
         self.sum_p, self.mean = self.of_sink, 0.0
+        self._sums_p, self._sum_of_all = problem.need_dsinks, self.of_sink
         self.scaled_q, self.factor = self.queries()
         self.nonfinite = not np.isfinite(self.scaled_q).all()
         self._names = problem.need_dscore
@@ -270,14 +271,14 @@ class _Rows(Part):
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
         if not self.nonfinite and np.isfinite(dq).all():
-            self.sum_ds += of_rows
+            self._add_sums(p, of_rows)
             found = dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
             if not self.has_all_keys:
                 self._weigh(start, stop, p, slope)
             return found
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
-        self.sum_ds += row_sums(ds)
+        self._add_sums(p, row_sums(ds))
         if slope is not None:
             np.copyto(ds, ds * slope, where=visible)
         found = (
@@ -288,6 +289,23 @@ class _Rows(Part):
         if not self.has_all_keys:
             self._weigh(start, stop, p, slope, visible)
         return found
+
+    def _add_sums(self, p, sum_ds):
+        """Add the sums of dS of some keys, and of P where the sink asks for them."""
+        self.sum_ds += sum_ds
+        if self._sums_p:
+            self._sum_of_all = self._sum_of_all + row_sums(p)
+
+    def sink_gradient(self):
+        """What the rows add to the gradient of the sink."""
+        whole = is_whole(self._sum_of_all, self.lse)
+        # The sum of dS, with the sink's, is what delta lacks of being that of P and dP.
+        own = self.delta + self.sum_ds - self.down
+        delta = delta_for_sinks(
+            own, self.of_sink, whole, self.dout, self.out, self.down,
+            self.problem.dtype,
+        )  # fmt: skip
+        return -(self.of_sink * delta).sum()
 
     def _weigh(self, start, stop, p, slope, visible=True):
         """Add P of keys [start, stop), and these keys so weighted; P is lost."""
@@ -481,8 +499,7 @@ def _main(problem, operands, grads, row_sums):
                     row_sums.add(which, rows.sums())
                 sum_dq.add(group, (*of_head, slice(start, stop)), dq)
                 if problem.need_dsinks:
-                    terms = rows.of_sink * rows.delta
-                    sink_terms[(number, *of_head)] = -terms.sum()
+                    sink_terms[(number, *of_head)] = rows.sink_gradient()
         np.multiply(dk, factor, out=dk)
         sum_dk.add(group, here, dk)
         sum_dv.add(group, here, dv)

@@ -32,7 +32,7 @@ from cupyflash._attention.cpu.entries import (
     split_heads,
 )
 from cupyflash._attention.problem import heads_first
-from cupyflash._attention.row_sums import is_whole, may_be_off
+from cupyflash._attention.row_sums import delta_for_sinks, is_whole, may_be_off
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays
 from cupyflash._core import threads as _threads
@@ -161,7 +161,7 @@ class Direct(entries.Direct):
             for shape in (problem.q_shape, problem.k_shape)
         )
 
-    def gradients(self, dout, q, k, v, *others):
+    def gradients(self, out, dout, q, k, v, *others):
         """The gradients, or None where they take the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not (flags and dout.flags.c_contiguous):
@@ -169,7 +169,7 @@ class Direct(entries.Direct):
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas
-            return run(self._gradients, dout, q, k, v, *others)
+            return run(self._gradients, dout, q, k, v, *others, out)
         results = self._in_halves(Direct._gradients, dout, q, k, v, *others)
         if None in results:
             return None
@@ -182,7 +182,7 @@ class Direct(entries.Direct):
 
     def _gradients(
         self, dout, q, k, v, lse, dlse, bias, mask, sinks, slopes, query_lengths,
-        key_lengths,
+        key_lengths, out=None,
     ):  # fmt: skip
         shapes = q.shape, k.shape, v.shape
         if self._groups is not None:
@@ -236,6 +236,11 @@ class Direct(entries.Direct):
             dbias = _sum_to(self._joined(ds), problem.bias_shape, dtype)
         if problem.need_dsinks:
             dtype = arrays.to_dtype(problem.forward.sinks)
+            out = out if self._groups is None else self._heads(out)
+            down = 0 if down is None else down
+            delta = delta_for_sinks(
+                delta, of_sink, True, dout, out, down, problem.forward.dtype
+            )
             of_rows = self._joined(of_sink * -delta)
             of_heads = of_rows.sum((-2, -1), np.float64)
             dsinks = _sum_to(of_heads, problem.sinks_shape, dtype)
@@ -352,6 +357,14 @@ class EntryGradients(Entries):
             if down is not None:
                 of_all = of_all - down
         delta = _subtract_delta(p, dp, sum_p, of_sink, down, whole, of_all)
+        dsinks = None
+        if self._vjp.need_dsinks:
+            out = self._load(scratch, "out", self._out[here])
+            down = 0 if down is None else down
+            delta = delta_for_sinks(
+                delta, of_sink, whole, dout, out, down, self.problem.dtype
+            )
+            dsinks = -(of_sink * delta).sum(axis=(-2, -1))
         ds = terms = np.multiply(dp, p, out=dp)
         if slope is not None:
             ds = ds * slope
@@ -376,7 +389,7 @@ class EntryGradients(Entries):
             dq=dq,
             dk=_of_group(dk),
             dv=_of_group(dv),
-            dsinks=None if of_sink is None else -(of_sink * delta).sum(axis=(-2, -1)),
+            dsinks=dsinks,
             ds=terms,
             reads=reads,
             visible=visible,

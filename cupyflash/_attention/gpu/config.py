@@ -278,6 +278,7 @@ def two_level_sum(problem, part="queries"):
         "keys": over_queries,
         "bias": max(problem.seqlen_k, problem.seqlen_q),
         "dscore": 0,  # of integers
+        "sinks": 0,  # of float16 alone
     }[part]
     is_long = _is_exact(problem) and terms > LONG_SUM
     return {"RUN_TILES": RUN_TILES} if is_long else {}

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from cupyflash._attention.gpu import gradient_config, gradient_layout
-from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET, num_heads, num_tiles
 from cupyflash._attention.gpu.functions import with_functions
 from cupyflash._attention.gpu.gradient_layout import GRADS, SUM, Target
 from cupyflash._attention.gpu.params import PARAMS, contiguous_strides
@@ -90,6 +90,19 @@ class Kernels:
         forward = self.forward
         rows = forward.seqlen_q if name == "dq" else forward.seqlen_k
         return rows, forward.head_dim_v if name == "dv" else forward.head_dim
+
+    def lost_sink_terms(self) -> Step:
+        """The kernel for terms of dsinks that the rounding of `out` has lost."""
+        forward, device = self.forward, self.device
+        heads = num_heads(forward)
+        tile = self.row.tile(forward, device, heads, forward.seqlen_q)
+        blocks = min(num_tiles(forward, tile.block_m), 2 * device.num_sms)
+        config = self.row.config(
+            "sinks", tile, forward, self.layout.batch_dims, forward.dtype, blocks
+        )
+        arguments = ("q", "k", "v", "dout", "lse", "delta", "dlse", "dsinks_terms")
+        rest = (*OPTIONS_AND_OFFSET, self.params, self.grads())
+        return config, (*arguments, *rest)
 
     def queries(self) -> Part:
         """The kernel for dq."""
@@ -211,12 +224,17 @@ class Kernels:
 
 
 def sinks(problem, kernels: Kernels) -> tuple[list[Step], dict[str, int]]:
-    """The sum of the rows' terms for each head, and memory for them; or nothing."""
+    """The sum of the rows' terms for each head, and memory for them; or nothing.
+
+    `kernels` are portable ones.
+    """
     if not problem.need_dsinks:
         return [], {}
     *batch, heads, seqlen_q = problem.rows_shape
     shape = (math.prod(batch), heads, seqlen_q)
     head = int(math.prod(problem.sinks_shape) > 1)
     forward = problem.forward
-    add = kernels.sum(shape, (0, head, 0), forward.sinks, "dsinks")
-    return [add], {"dsinks_terms": num_bytes(shape, forward.compute_dtype)}
+    steps = [kernels.sum(shape, (0, head, 0), forward.sinks, "dsinks")]
+    if forward.dtype == "float16":  # bfloat16 has the exponents of float32
+        steps.insert(0, kernels.lost_sink_terms())
+    return steps, {"dsinks_terms": num_bytes(shape, forward.compute_dtype)}

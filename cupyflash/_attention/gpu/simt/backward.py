@@ -33,6 +33,7 @@ _SOURCES = {
     "keys": "attention/simt/backward_dkdv.cu",
     "bias": "attention/simt/backward_dbias.cu",
     "dscore": "attention/simt/backward_dscore.cu",
+    "sinks": "attention/simt/backward_dsinks.cu",
 }
 
 
@@ -41,8 +42,9 @@ class VjpKernel(BackwardSpec):
     """Kernels that compute gradients without scores in memory.
 
     One for delta, then one whose blocks own queries (dq), one whose blocks own keys (dk
-    and dv), and one for dbias. `tiles` maps the size of an accumulator to tiles for
-    chunks of columns up to a bound, from large to small.
+    and dv), one for dbias, and one for terms of dsinks that `out` has lost. `tiles`
+    maps the size of an accumulator to tiles for chunks of columns up to a bound, from
+    large to small.
     """
 
     tiles: TileLadder
@@ -130,6 +132,8 @@ class VjpKernel(BackwardSpec):
                         "bias", tile, forward, batch_dims, forward.bias, 1,
                         SUM_QUERIES=queries, SUM_KEYS=keys,
                     )  # fmt: skip
+            if forward.sinks is not None and forward.dtype == "float16":
+                yield self.config("sinks", tile, forward, batch_dims, forward.dtype, 1)
 
 
 TILED_VJP = VjpKernel(

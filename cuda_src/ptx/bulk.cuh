@@ -54,12 +54,4 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Adds four adjacent floats, each atomically.
-__device__ __forceinline__ void red_global_add(float* target, float a, float b, float c,
-                                               float d) {
-  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a),
-               "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
-
 }  // namespace ptx

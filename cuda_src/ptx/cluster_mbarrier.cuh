@@ -19,9 +19,4 @@ __device__ __forceinline__ void mbarrier_arrive_cluster_relaxed(unsigned barrier
       : "memory");
 }
 
-// Stores to shared memory of any block, with an address of mapa().
-__device__ __forceinline__ void store_cluster_s32(unsigned address, int x) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
 }  // namespace ptx

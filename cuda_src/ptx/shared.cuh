@@ -39,15 +39,6 @@ __device__ __forceinline__ float4 load_shared_f32x4(unsigned address) {
   return x;
 }
 
-__device__ __forceinline__ int2 load_shared_s32x2(unsigned address) {
-  int2 x;
-  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
-               : "=r"(x.x), "=r"(x.y)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
 __device__ __forceinline__ int4 load_shared_s32x4(unsigned address) {
   int4 x;
   asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"

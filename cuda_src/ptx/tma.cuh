@@ -59,18 +59,6 @@ __device__ __forceinline__ void prefetch_tensormap(const tensor_map_t& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads a box to the same address in each block of the cluster whose bit is set in
-// `blocks`; the barrier of each block counts the bytes that arrive there.
-__device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
-    unsigned target, const tensor_map_t& map, unsigned barrier, unsigned short blocks,
-    int c0, int c1, int c2, int c3, int c4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(blocks)
-      : "memory");
-}
-
 // Makes this thread's writes to shared memory visible to TMA and to tensor core
 // products that start later.
 __device__ __forceinline__ void fence_proxy_async() {

@@ -28,12 +28,4 @@ inline void cp_reduce_async_bulk_add(float* target, unsigned source, unsigned by
 inline void cp_async_bulk_commit_group() {}
 template <int kPending = 0> void cp_async_bulk_wait_group_read() {}
 inline void cp_async_bulk_wait_group() {}
-inline void red_global_add(float* target, float a, float b, float c, float d) {
-  if (reinterpret_cast<uintptr_t>(target) % 16) emu::fail("red.v4 is not aligned");
-  target[0] += a;
-  target[1] += b;
-  target[2] += c;
-  target[3] += d;
-}
-
 }  // namespace ptx

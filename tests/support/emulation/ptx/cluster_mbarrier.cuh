@@ -10,8 +10,4 @@ inline unsigned mapa(unsigned address, int rank) {
 inline void mbarrier_arrive_cluster_relaxed(unsigned barrier) {
   emu::mbarrier_arrive(emu::shared_at(barrier));
 }
-inline void store_cluster_s32(unsigned address, int x) {
-  emu::shared_as<int>(address) = x;
-}
-
 }  // namespace ptx

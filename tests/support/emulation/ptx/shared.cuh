@@ -19,9 +19,6 @@ inline float2 load_shared_f32x2(unsigned address) {
 inline float4 load_shared_f32x4(unsigned address) {
   return emu::shared_as<float4>(address);
 }
-inline int2 load_shared_s32x2(unsigned address) {
-  return emu::shared_as<int2>(address);
-}
 inline int4 load_shared_s32x4(unsigned address) {
   return emu::shared_as<int4>(address);
 }

@@ -68,16 +68,6 @@ inline void cp_async_bulk_tensor_5d(unsigned target, const tensor_map_t& map,
                                     int c4, unsigned long long) {
   detail::bring_box(target, map, barrier, {c0, c1, c2, c3, c4});
 }
-inline void cp_async_bulk_tensor_5d_multicast(unsigned target, const tensor_map_t& map,
-                                              unsigned barrier, unsigned short blocks,
-                                              int c0, int c1, int c2, int c3, int c4) {
-  for (unsigned rank = 0; rank < 16; ++rank) {
-    if (!(blocks >> rank & 1)) continue;
-    const unsigned first = rank * emu::kWindow;
-    detail::bring_box(target % emu::kWindow + first, map,
-                      barrier % emu::kWindow + first, {c0, c1, c2, c3, c4});
-  }
-}
 inline void prefetch_bulk_tensor_5d(const tensor_map_t&, int, int, int, int, int) {}
 inline unsigned long long createpolicy_evict_first() { return 0; }
 inline void prefetch_tensormap(const tensor_map_t&) {}

@@ -148,7 +148,7 @@ def test_row(arch, row, kind, dtype):
     assert kernels, line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 def test_long_rows_through_a_ring(dtype):
     # Of 40 blocks: their threads must all run beside each other. Slices end within a
     # chunk; what lies behind it in shared memory is NaN.

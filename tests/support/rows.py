@@ -85,7 +85,7 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "long columns": ("float32",),
     "long rows": ("float32",),
     "longer rows": ("float32",),
-    "longest rows": ("float32", "float32"),  # both functions
+    "longest rows": ("float32", "float32", "bfloat16", "bfloat16"),  # both functions
     "longest rows of doubles": ("float64", "float64"),
     "many columns": ("float32",),
     "short whole rows": ("float32", "bfloat16"),

@@ -85,11 +85,11 @@ __device__ __forceinline__ partial_t sum_of_roots(const Part& part, acc_t m) {
   auto sum = exp_of_row.none();
 #pragma unroll
   for (int k = 0; k < Part::kCount; ++k) {
-    vector_t<acc_t, kVector> exps;
+    acc_t exps[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      exps.element[e] = exp_of_row(score_of(part, part.at(k).element[e]));
-      exp_of_row.add(sum, exps.element[e]);
+      exps[e] = exp_of_row(score_of(part, part.at(k).element[e]));
+      exp_of_row.add(sum, exps[e]);
     }
     if constexpr (Part::kKeepsExps) part.keep(k, exps);
   }

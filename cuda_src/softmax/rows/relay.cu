@@ -14,9 +14,10 @@
 //            exchange 16 bytes per row each
 // Numbers    as softmax_trail. For softmax of doubles, a summer replaces the scores in
 //            the ring by exponentials relative to the largest of the chunk
-// Limits     float32 and float64; reduced axis contiguous in x and out; rows of less
-//            than 2^31 elements, at most kWarpSize chunks of a row per block; no mask,
-//            no scale; sm_90 or newer
+// Limits     x and out of one floating-point type; reduced axis contiguous in both;
+// rows
+//            of less than 2^31 elements, at most kWarpSize chunks of a row per block;
+//            no mask, no scale; sm_90 or newer
 //
 // Parameters BLOCKS             of a group
 //            CHUNKS             that the ring holds
@@ -33,7 +34,7 @@ constexpr int kFirstFollower = 1 + kSummers;
 constexpr int kFirstWriter = kFirstFollower + kFollowers;
 static_assert(kLanes == (kFirstWriter + kWriters) * kWarpSize, "a warp has one role");
 static_assert(!kHasWhere && !kScaled, "scores are elements");
-static_assert(kSame<x_t, acc_t> && kSame<out_t, acc_t>, "float or double throughout");
+static_assert(kSame<x_t, out_t>, "one type throughout");
 
 constexpr int kHeld = 8;                             // vectors of a lane
 constexpr int kChunk = kWarpSize * kHeld * kVector;  // elements
@@ -140,8 +141,8 @@ struct held_t {
   __device__ __forceinline__ int position(int k) const {
     return (k * kWarpSize + warp_lane()) * kVector;
   }
-  __device__ __forceinline__ void keep(int k, const vector& exps) const {
-    if (has(k)) from[k * kWarpSize] = exps;
+  __device__ __forceinline__ void keep(int k, const acc_t (&exps)[kVector]) const {
+    if (has(k)) from[k * kWarpSize] = to_vector<x_t, kVector>::of(exps);
   }
   template <typename Visit>
   __device__ __forceinline__ void each_again(Visit visit) const {
@@ -261,7 +262,7 @@ struct block_t {
       own[0] = shared.sums[chunk_turn_t(row * slice.chunks + warp_lane()).place];
     }
     if (strip.is_at_edge()) {
-      const double x = strip.x[strip.edge()];
+      const double x = to<acc_t>(strip.x[strip.edge()]);
       own[1] = is_finite(x) ? partial_t{power_of_two(kRoom), x}
                             : partial_t{exp_of(x), -infinity<double>()};
     }
@@ -307,7 +308,7 @@ struct block_t {
       }
       if (strip.is_at_edge()) {
         const int i = strip.edge();
-        strip.out[i] = result(step, score_t(strip.x[i], layout));
+        strip.out[i] = to<out_t>(result(step, score_t(to<acc_t>(strip.x[i]), layout)));
       }
     }
   }

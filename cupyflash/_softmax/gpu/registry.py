@@ -157,6 +157,9 @@ KERNELS = (  # best first
     SoftmaxKernel("vjp_columns", BACKWARD, hold_columns, shapes.COLUMNS),
     SoftmaxKernel("logsumexp_shares", _SUM, share_columns, shapes.SHARED_COLUMNS),
     SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),
+    # The longest rows that a cluster could hold, and beyond: read once if all
+    # multiprocessors together hold some of them.
+    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.RELAYED, _TILED, fast=True),
     SoftmaxKernel("short", FORWARD, short_rows, shapes.SHORT_ROWS, _TILED, fast=True),
     SoftmaxKernel("span", FORWARD, span_rows, shapes.SPANNED, _TILED, fast=True),
     SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.ON_CHIP_ROWS, _TILED, fast=True),
@@ -166,9 +169,7 @@ KERNELS = (  # best first
     # the second read hits L2, if rows fit.
     SoftmaxKernel("vjp_stream", BACKWARD, stream_pairs, shapes.STREAMED, fast=True),
     SoftmaxKernel("vjp_trail", BACKWARD, trail_pairs, shapes.STREAMED, fast=True),
-    # Rows that no cluster holds are read once if all multiprocessors together hold some
-    # of them; otherwise twice, the second time from L2 if they fit there.
-    SoftmaxKernel("relay", FORWARD, relay_rows, shapes.RELAYED, _TILED, fast=True),
+    # Rows that would be read twice: the second read hits L2, if rows fit.
     SoftmaxKernel("trail", FORWARD, trail_rows, shapes.LONG_ROWS, _TILED, fast=True),
     SoftmaxKernel("split", FORWARD, split_rows, shapes.LONG_ROWS, _TILED),
     SoftmaxKernel("vjp_split", BACKWARD, split_rows, shapes.LONG_ROWS),

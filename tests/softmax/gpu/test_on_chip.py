@@ -133,18 +133,33 @@ def test_long_rows_that_are_read_once(function, dtype, size):
         assert chosen(made_up(function, 2, length, dtype)) == ("relay",)
         assert chosen(made_up(function, 1 << 20, length, dtype)) == ("relay",)
         one = chosen(made_up(function, 1, length, dtype))
-        assert one == ("trail", "there is only one row")
+        assert one == ("trail", "fewer than 2 rows do not overlap")
     for row_bytes in (4 * MB - size, 9 * MB + size):
         name, told = chosen(made_up(function, 9, row_bytes // size, dtype))
         assert name == "trail"
         assert told == f"a row has {row_bytes} bytes, not 4194304 to 9437184"
 
 
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_long_rows_of_16_bits_that_are_read_once(function, dtype):
+    """From 2 MB on; a cluster could hold the shortest of these, and a few take it."""
+    assert chosen(made_up(function, 8, 1 << 20, dtype)) == ("relay",)
+    few = chosen(made_up(function, 7, 1 << 20, dtype))
+    assert few == ("tiled", "fewer than 8 rows do not overlap")
+    for length in ((1 << 20) + 8, 3 << 20, 9 << 19):
+        assert chosen(made_up(function, 2, length, dtype)) == ("relay",)
+    name, told = chosen(made_up(function, 9, (1 << 20) - 8, dtype))
+    assert name == "tiled"
+    assert told == "a row has 2097136 bytes, not 2097152 to 9437184"
+
+
 def test_long_rows_that_are_read_twice():
-    for dtype in ("float16", "bfloat16"):
-        name, told = chosen(made_up("softmax", 9, 3 << 20, dtype))
-        assert name == "trail"
-        assert told.endswith("is neither float32 nor float64")
+    mixed = made_up("softmax", 9, 1 << 20, "float32")
+    mixed.dtypes["out"] = "float64"
+    name, told = chosen(mixed)
+    assert name == "trail"
+    assert told.endswith("is not one floating-point type")
     scaled = made_up("softmax", 9, 1 << 20, "float32")
     scaled.scale = 2
     assert chosen(scaled) == ("split", "there is a mask or a scale")
@@ -154,14 +169,17 @@ def test_long_rows_that_are_read_twice():
 
 
 @pytest.mark.parametrize("sms", [33, 78, 114, 132, 148, 160])
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float64", 8)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("bfloat16", 2), ("float32", 4), ("float64", 8)]
+)
 def test_a_ring_of_a_relay_has_room(dtype, size, sms):
     """For a row and the next loads, and fewer rows than there are barriers for."""
     (row,) = (row for row in softmax_registry.KERNELS if row.name == "relay")
     device = dataclasses.replace(device_of_arch("sm_90a"), num_sms=sms)
     taken = 0
-    for row_bytes in range(4 * MB, 9 * MB + 1, 50_008):
-        found = row.heuristic(made_up("softmax", 7, row_bytes // size, dtype), device)
+    least = (2 if size == 2 else 4) * MB
+    for row_bytes in range(least, 9 * MB + 1, 50_008):
+        found = row.heuristic(made_up("softmax", 8, row_bytes // size, dtype), device)
         if isinstance(found, str):
             assert "fewer than two rows" in found
             continue

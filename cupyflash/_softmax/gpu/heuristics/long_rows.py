@@ -12,7 +12,7 @@ from cupyflash._softmax.gpu.config import (
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
-_PUBLISHED_BYTES = 16  # what a block publishes for a row
+_TOLD_BYTES = 16  # what a block publishes for a row
 
 
 def split_rows(problem, device):
@@ -68,10 +68,10 @@ def trail_rows(problem, device):
     widest = widest_of(problem)
     in_registers, blocks_per_sm, in_cache, least = _TRAIL[widest]
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
-    return _from_queue(problem, device, in_registers, blocks_per_sm, max(left, least))
+    return _along_line(problem, device, in_registers, blocks_per_sm, max(left, least))
 
 
-def _from_queue(problem, device, in_registers, blocks_per_sm, between):
+def _along_line(problem, device, in_registers, blocks_per_sm, between):
     """The launches of blocks that take parts of rows from one queue."""
     part_bytes = WALK_THREADS * in_registers * on_chip.VECTOR_BYTES
     part = part_bytes // widest_of(problem)
@@ -85,12 +85,12 @@ def _from_queue(problem, device, in_registers, blocks_per_sm, between):
         "MARGIN": between // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
-    words = 1 + problem.num_rows + parts  # of _PUBLISHED_BYTES
+    words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
     main = launch_config(
         min(2 * parts, device.num_sms * blocks_per_sm),
         WALK_THREADS,
         values,
-        scratch=words * _PUBLISHED_BYTES,
+        scratch=words * _TOLD_BYTES,
     )
     blocks = min(-(-words // WALK_THREADS), device.num_sms)
     return varied(main, (blocks,), entry="clear"), main
@@ -99,16 +99,19 @@ def _from_queue(problem, device, in_registers, blocks_per_sm, between):
 # Long rows through a ring in the shared memory of all multiprocessors: warps that sum,
 # follow and write, by bytes of an element; and the least bytes of a row per block.
 # Groups of blocks take rows side by side if each block still has that much.
-_RELAY_WARPS = {4: (6, 3, 6), 8: (8, 3, 4)}
+_RELAY_WARPS = {2: (8, 3, 8), 4: (6, 3, 6), 8: (8, 3, 4)}
 _RELAY_SLICE = 62 << 10
 _RELAY_CHUNK = 4096  # bytes: on_chip.WARP * kHeld vectors
 _RELAY_CHUNKS = on_chip.WARP  # of a row in a block
 _RELAY_ROWS = 16  # kRowsUnderWay
 _RELAY_OTHER_BYTES = 8 << 10  # of shared memory
 _LINE_BYTES = 128
-# Bytes of the shortest and of the longest row that was measured. Nothing overlaps with
-# a single row: two reads are then as fast (docs/design/lab/0008).
-_RELAY_LEAST, _RELAY_MOST = 4 * _MB, 9 * _MB
+# Bytes of the shortest row, by bytes of an element, and of the longest that was
+# measured. Nothing overlaps with a single row: two reads are then as fast
+# (docs/design/lab/0008).
+_RELAY_LEAST, _RELAY_MOST = {2: 2 * _MB, 4: 4 * _MB, 8: 4 * _MB}, 9 * _MB
+# Rows that are enough, if clusters hold up to so many bytes of one and otherwise.
+_RELAY_HELD_ROWS, _RELAY_HELD = 8, 2 * _MB
 _RELAY_LEAST_ROWS = 2
 
 
@@ -121,14 +124,15 @@ def relay_rows(problem, device):
         return f"{device.name} has no bulk copies"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
-    if dtypes["x"] not in ("float32", "float64") or dtypes["out"] != dtypes["x"]:
-        return f"{dtypes['x']} to {dtypes['out']} is neither float32 nor float64"
+    if dtypes["x"] not in arrays.FLOATS or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} to {dtypes['out']} is not one floating-point type"
     size = itemsize_of(dtypes["x"])
     row_bytes = problem.row_length * size
-    if not _RELAY_LEAST <= row_bytes <= _RELAY_MOST:
-        return f"a row has {row_bytes} bytes, not {_RELAY_LEAST} to {_RELAY_MOST}"
-    if problem.num_rows < _RELAY_LEAST_ROWS:
-        return "there is only one row"
+    if not _RELAY_LEAST[size] <= row_bytes <= _RELAY_MOST:
+        return f"a row has {row_bytes} bytes, not {_RELAY_LEAST[size]} to {_RELAY_MOST}"
+    least = _RELAY_HELD_ROWS if row_bytes <= _RELAY_HELD else _RELAY_LEAST_ROWS
+    if problem.num_rows < least:
+        return f"fewer than {least} rows do not overlap"
     blocks = min(device.num_sms, row_bytes // _RELAY_SLICE)
     groups = min(device.num_sms // blocks, problem.num_rows)
     blocks = device.num_sms // groups
@@ -156,7 +160,7 @@ def relay_rows(problem, device):
         },
         smem=ring * _RELAY_CHUNK,
         cooperative=True,
-        scratch=problem.num_rows * (1 + blocks) * _PUBLISHED_BYTES,
+        scratch=problem.num_rows * (1 + blocks) * _TOLD_BYTES,
         num_groups=groups,
     )
     clear = min(-(-problem.num_rows * (1 + blocks) // threads), device.num_sms)
@@ -191,7 +195,7 @@ def trail_pairs(problem, device):
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     between = _PAIRS_BETWEEN[0 if is_short else 1]
-    return _from_queue(problem, device, _PAIRS_IN_REGISTERS, _PAIRS_BLOCKS, between)
+    return _along_line(problem, device, _PAIRS_IN_REGISTERS, _PAIRS_BLOCKS, between)
 
 
 def stream_pairs(problem, device):
@@ -223,7 +227,7 @@ def stream_pairs(problem, device):
         },
         smem=stream.ring * stream.threads * place,
         cooperative=True,
-        scratch=problem.num_rows * stream.blocks * _PUBLISHED_BYTES,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
         num_groups=stream.groups,
     )
     blocks = min(-(-problem.num_rows // main.num_threads), 64)

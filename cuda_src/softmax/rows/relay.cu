@@ -15,9 +15,8 @@
 // Numbers    as softmax_trail. For softmax of doubles, a summer replaces the scores in
 //            the ring by exponentials relative to the largest of the chunk
 // Limits     x and out of one floating-point type; reduced axis contiguous in both;
-// rows
-//            of less than 2^31 elements, at most kWarpSize chunks of a row per block;
-//            no mask, no scale; sm_90 or newer
+//            rows of less than 2^31 elements, at most kWarpSize chunks of a row per
+//            block; no mask, no scale; sm_90 or newer
 //
 // Parameters BLOCKS             of a group
 //            CHUNKS             that the ring holds

@@ -301,20 +301,25 @@ def attention(
     """
     if unknown:
         foreign_names.refuse("attention", unknown)
-    arguments: tuple[Any, ...] = (
-        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
-        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method,
-    )  # fmt: skip
     of_functions: tuple[Any, ...] = ()
     if not (mask is score is score_arrays is mask_arrays is None) and functions.given(
         score, score_arrays, mask, mask_arrays
     ):
         of_functions = score, score_arrays, mask_arrays
+    if type(q) in arrays.CUPY_CLASSES or arrays.is_cupy(q):
+        result = _gpu().attention(
+            q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+            alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse,
+            out, method, of_functions,
+        )  # fmt: skip
+        return tuple(result) if return_lse else result[0]
+    arguments: tuple[Any, ...] = (
+        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+        method,
+    )  # fmt: skip
     if type(q) is np.ndarray:
         result = _cpu().attention(*arguments, *of_functions)
-    elif type(q) in arrays.CUPY_CLASSES or arrays.is_cupy(q):
-        result = _gpu().attention(arguments, of_functions)
     elif arrays.lives_on_gpu(q):
         arrays.import_cupy()
         result = _gpu().unplanned(arguments, of_functions)

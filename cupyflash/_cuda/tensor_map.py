@@ -144,7 +144,6 @@ class MappedInputs:
 
     def __init__(self, encoders: dict[str, Encoder], pack: Callable[..., Any]):
         self._encoders, self._pack = encoders, pack
-        self._found: dict[tuple[int, ...], Any] = {}
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -153,17 +152,13 @@ class MappedInputs:
 
     def bind(self, device_id):
         """See Argument of a LaunchSequence."""
-        get, make = self._found.get, self.make
-        return lambda *pointers: get(pointers) or make(pointers)
+        return functools.lru_cache(self._MOST)(self.make)
 
-    def make(self, pointers: tuple[int, ...]) -> Any:
-        """The result of `pack` for {name_map: map} and the pointers, cached."""
-        if len(self._found) >= self._MOST:
-            self._found.clear()
+    def make(self, *pointers: int) -> Any:
+        """The result of `pack` for {name_map: map} and the pointers."""
         encoders = self._encoders.items()
         maps = {
             f"{name}_map": encode(ptr)
             for (name, encode), ptr in zip(encoders, pointers, strict=True)
         }
-        packed = self._found[pointers] = self._pack(maps, pointers)
-        return packed
+        return self._pack(maps, pointers)

@@ -887,6 +887,28 @@ def test_attention_plans_do_not_assume_alignment(cupy, rng, dim, dtype):
         np.testing.assert_allclose(to_host(got), expected, **bound)
 
 
+def test_attention_plans_do_not_assume_that_options_are_aligned(cupy, rng):
+    """All arrays at once, each time others, at places that TMA can read or cannot."""
+    x = rng.normal(size=(2, 30, 64)).astype(np.float16)
+    q = place(cupy, x)
+    for form in ("plain", "shifted", "plain", "shifted"):
+        host = {
+            "bias": rng.normal(size=(2, 30, 30)).astype(np.float16),
+            "mask": rng.random((2, 30, 30)) < 0.8,
+            "sinks": rng.normal(size=2).astype(np.float32),
+            "alibi_slopes": rng.random(2).astype(np.float32),
+            "query_offset": rng.integers(0, 9, size=()).astype(np.int32),
+            "query_lengths": rng.integers(20, 30, size=()).astype(np.int32),
+            "key_lengths": rng.integers(20, 30, size=()).astype(np.int32),
+        }
+        given = {
+            n: place(cupy, y, form if y.ndim else "plain") for n, y in host.items()
+        }
+        out = cupyflash.attention(q, q, q, causal=True, **given)
+        exact, _, _ = oracle.attention(x, x, x, real=np.float64, causal=True, **host)
+        assert max_error(out, exact) <= 4e-3
+
+
 def test_plans_do_not_let_host_arrays_in(cupy, qkv):
     q, k, v = qkv
     host = np.ones((50, 70), bool)

@@ -14,7 +14,7 @@ from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu import views as _views
-from cupyflash._attention.gpu.config import FORWARD_CALL, OPTIONS
+from cupyflash._attention.gpu.config import FORWARD_CALL
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.fp64.forward import TensorFloat64Kernel
 from cupyflash._attention.gpu.plan import (
@@ -53,7 +53,6 @@ _STEPS = {
     HopperWideKernel: hopper_wide_steps,
     TensorFloat64Kernel: fused_steps,
 }
-_NO_OPTIONS = (0,) * len(OPTIONS)
 _FAR = attention_params.FAR
 # For counts of a mask in explain(): the least size of a tile, and the most tiles of a
 # side.
@@ -62,19 +61,24 @@ _TILE, _MOST_TILES = 128, 64
 merge = combine.merge
 
 
-def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
+def attention(
+    q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+    alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+    method, score_and_arrays,
+) -> Sequence[Any]:  # fmt: skip
     """attention() of CuPy arrays; a repeated call goes directly to its launch.
 
     `score_and_arrays` are the last three of `problem.attention`, if it has functions.
+    All by position and one by one, which Python does faster than with a tuple of them.
     """
-    (
-        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
-        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method,
-    ) = arguments  # fmt: skip
+    given_mask = mask
     # Larger offsets change the window, too: leave them to the checks.
     offset_is_int = query_offset.__class__ is int and -_FAR <= query_offset <= _FAR
     offsets = None if offset_is_int else query_offset
+    bias_at = mask_at = sinks_at = slopes_at = offsets_at = 0
+    query_lengths_at = key_lengths_at = 0
+    functions: tuple[Any, ...] = ()
+    packed = b""
     try:
         of_q, of_k, of_v = q.data, k.data, v.data
         q_at, k_at, v_at = of_q.ptr, of_k.ptr, of_v.ptr
@@ -91,8 +95,6 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
             out is None or facts(out),
         )  # fmt: skip
-        functions: tuple[Any, ...] = ()
-        packed = b""
         if score_and_arrays:
             score, score_arrays, mask_arrays = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)
@@ -101,28 +103,27 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
                 q, *functions, softcap, query_offset if offset_is_int else None
             )
             key += of_functions
-        options: Any = _NO_OPTIONS
-        if not (
-            bias is mask is sinks is alibi_slopes is offsets
-            is query_lengths is key_lengths is None
-        ):  # fmt: skip
-            key = (
-                key, bias is None or facts(bias), mask is None or facts(mask),
-                sinks is None or facts(sinks),
-                alibi_slopes is None or facts(alibi_slopes),
-                offsets is None or facts(offsets),
-                query_lengths is None or facts(query_lengths),
-                key_lengths is None or facts(key_lengths),
-            )  # fmt: skip
-            options = (
-                0 if bias is None else bias.data.ptr,
-                0 if mask is None else mask.data.ptr,
-                0 if sinks is None else sinks.data.ptr,
-                0 if alibi_slopes is None else alibi_slopes.data.ptr,
-                0 if offsets is None else offsets.data.ptr,
-                0 if query_lengths is None else query_lengths.data.ptr,
-                0 if key_lengths is None else key_lengths.data.ptr,
-            )
+        if bias is not None:
+            key = key, "bias", facts(bias)
+            bias_at = bias.data.ptr
+        if mask is not None:
+            key = key, "mask", facts(mask)
+            mask_at = mask.data.ptr
+        if sinks is not None:
+            key = key, "sinks", facts(sinks)
+            sinks_at = sinks.data.ptr
+        if alibi_slopes is not None:
+            key = key, "alibi_slopes", facts(alibi_slopes)
+            slopes_at = alibi_slopes.data.ptr
+        if offsets is not None:
+            key = key, "offsets", facts(offsets)
+            offsets_at = offsets.data.ptr
+        if query_lengths is not None:
+            key = key, "query_lengths", facts(query_lengths)
+            query_lengths_at = query_lengths.data.ptr
+        if key_lengths is not None:
+            key = key, "key_lengths", facts(key_lengths)
+            key_lengths_at = key_lengths.data.ptr
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all are CuPy arrays, or an option has a wrong type: the checks raise the
@@ -130,18 +131,30 @@ def attention(arguments, score_and_arrays=()) -> Sequence[Any]:
         key = plan = None
     if plan is not None:
         offset = query_offset if offset_is_int else plan.offset
+        if out is None and not plan.taken:
+            return plan.run(
+                None, q_at, k_at, v_at, bias_at, mask_at, sinks_at, slopes_at,
+                offsets_at, query_lengths_at, key_lengths_at, offset, packed,
+            )  # fmt: skip
+        options: Any = (
+            bias_at, mask_at, sinks_at, slopes_at, offsets_at, query_lengths_at,
+            key_lengths_at,
+        )  # fmt: skip
         if plan.taken:
             packed = b""
             options = _functions.with_taken(options, plan.taken, *functions[1::2])
-        if out is None:
-            return plan.run(None, q_at, k_at, v_at, *options, offset, packed)
         pointers = q_at, k_at, v_at, *options, offset, packed
-        if not (
+        if out is None or not (
             plan.may_overlap(out.data.ptr, pointers)
             or (functions and _functions.overlap(out, *functions[1::2]))
         ):
             return plan.run(out, *pointers)
-    return _planned(key, plan, (*arguments, *score_and_arrays))
+    arguments = (
+        q, k, v, bias, given_mask, scale, causal, query_offset, window, softcap, sinks,
+        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+        method, *score_and_arrays,
+    )  # fmt: skip
+    return _planned(key, plan, arguments)
 
 
 @graphs.keeps_memory

@@ -242,6 +242,7 @@ class _Blas(NamedTuple):
 
     get_num_threads: Callable
     set_num_threads: Callable
+    architecture: str | None = None  # of the CPU whose kernels it has chosen
 
 
 @functools.cache
@@ -250,7 +251,10 @@ def _blas_libraries():
     import threadpoolctl
 
     controller = threadpoolctl.ThreadpoolController().select(user_api="blas")
-    return [_blas(library) for library in controller.lib_controllers]
+    return [
+        _blas(library)._replace(architecture=getattr(library, "architecture", None))
+        for library in controller.lib_controllers
+    ]
 
 
 def _blas(library):
@@ -435,6 +439,11 @@ def with_blas(num_threads: int) -> int:
     one thread, the tasks run one after another and BLAS alone uses the cores.
     """
     return num_threads if num_threads > 1 and _blas_libraries() else 1
+
+
+def blas_architectures() -> set[str | None]:
+    """The CPUs whose kernels the BLAS libraries of the process have chosen."""
+    return {library.architecture for library in _blas_libraries()}
 
 
 def for_each_with_blas(

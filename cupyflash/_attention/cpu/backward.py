@@ -36,6 +36,7 @@ from cupyflash._attention.cpu.block import (
     row_sums,
     times_values,
 )
+from cupyflash._attention.cpu.pieces import multiply_transposed
 from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
 from cupyflash._attention.row_sums import RowSums, delta_for_sinks, is_whole
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
@@ -228,7 +229,7 @@ class _Rows(Part):
         shape = self.num_rows, stop - start
         p, ds = (self.scratch.array(name, shape, self.dtype) for name in ("p", "ds"))
         slope = visible = None
-        np.matmul(self.scaled_q, self.keys(start, stop).T, out=p)
+        multiply_transposed(self.scaled_q, self.keys(start, stop), p)
         if self.factor != 1:
             np.multiply(p, self.factor, out=p)
         if self.problem.softcap:
@@ -250,7 +251,7 @@ class _Rows(Part):
         if exact:  # of huge scores the rounding alone may be beyond the exponent range
             np.minimum(p, 0, out=p)
         np.exp(p, out=p)
-        np.matmul(self.dout, self.values(start, stop).T, out=ds)
+        multiply_transposed(self.dout, self.values(start, stop), ds)
         np.multiply(np.subtract(ds, self.delta, out=ds), p, out=ds)
         if exact:
             hidden = ~visible

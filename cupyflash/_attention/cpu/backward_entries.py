@@ -31,6 +31,7 @@ from cupyflash._attention.cpu.entries import (
     is_small_dot,
     split_heads,
 )
+from cupyflash._attention.cpu.pieces import multiply_transposed
 from cupyflash._attention.problem import heads_first
 from cupyflash._attention.row_sums import delta_for_sinks, is_whole, may_be_off
 from cupyflash._attention.vjp_problem import AttentionGrads
@@ -169,6 +170,13 @@ class Direct(entries.Direct):
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas
+            if self._matrices is not None:
+                lse, dlse, bias = others[:3]
+                if dlse is None and not self._problem.need_dbias:
+                    arguments = dout, q, k, v, lse, bias
+                    found = run(self._gradients_of_matrices, *arguments)
+                    if found is not None:
+                        return found
             return run(self._gradients, dout, q, k, v, *others, out)
         results = self._in_halves(Direct._gradients, dout, q, k, v, *others)
         if None in results:
@@ -248,6 +256,32 @@ class Direct(entries.Direct):
             return AttentionGrads(dq, dk, dv, dbias, dsinks)
         dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
         return AttentionGrads(*map(self._as_given, (dq, dk, dv), shapes), dbias, dsinks)
+
+    def _gradients_of_matrices(self, dout, q, k, v, lse, bias):
+        """`_gradients` of a single entry with few scores, in steps that begin sooner.
+
+        None where rows of P may not add up to 1, or a gradient is not finite.
+        """
+        shapes = q.shape, k.shape, v.shape
+        of_q, of_k, of_v, of_out = self._matrices
+        q, k, dout = q.reshape(of_q), k.reshape(of_k), dout.reshape(of_out)
+        q, s = self._scores_of_matrices(q, k, bias)
+        lse = lse.reshape(() if self._has_one_row else (of_q[0], 1))
+        p = np.exp(np.subtract(s, lse, s), s)
+        sums = self._sums_of_matrices(p)
+        off = np.subtract(sums, self._one).ravel()
+        if not off.dot(off) <= self._may_be_off**2:
+            return None
+        ds = dout.dot(v.reshape(of_v).T)
+        _subtract_delta_of_matrices(p, ds, sums)
+        np.multiply(ds, p, ds)
+        dq, dk, dv = self._times_values(ds, k), ds.T.dot(q), p.T.dot(dout)
+        if not (is_finite(dq) and is_finite(dk)):
+            return None
+        np.multiply(dq, self._factor, dq)
+        if not self._folds:  # else it is in q
+            np.multiply(dk, self._factor, dk)
+        return AttentionGrads(*map(np.ndarray.reshape, (dq, dk, dv), shapes))
 
     def _gradients_of_one_key(self, p, dp, dout, shapes):
         """P is 1 whatever the score, and dS is 0; None where dP is not finite."""
@@ -338,7 +372,10 @@ class EntryGradients(Entries):
         p = np.exp(s, out=s)
         dout = self._load(scratch, "dout", self._dout[here])
         dp = self._matrices(scratch, "ds", p.shape, self.dtype)
-        np.matmul(dout, v.swapaxes(-1, -2), out=dp)
+        if self._side_by_side:
+            multiply_transposed(v, dout, dp.mT)
+        else:
+            multiply_transposed(dout, v, dp)
         if exact:
             np.copyto(p, 0, where=~visible)
             np.copyto(dp, 0, where=~visible)
@@ -456,6 +493,18 @@ def _subtract_delta(p, dp, sum_p, of_sink, down, whole=None, of_all=None):
         lack = np.where(whole, lack, 0)
     np.subtract(dp, lack, out=dp)
     return np.add(delta, lack, out=delta)
+
+
+def _subtract_delta_of_matrices(p, dp, sum_p):
+    """The same of a matrix, without a sink or a gradient of lse."""
+    if p.shape[0] == 1:
+        p, dp = p[0], dp[0]
+        np.subtract(dp, p.dot(dp), dp)
+        np.subtract(dp, p.dot(dp) / sum_p[()], dp)
+        return
+    np.subtract(dp, np.vecdot(p, dp, keepdims=True), dp)
+    lack = np.vecdot(p, dp, keepdims=True)
+    np.subtract(dp, np.divide(lack, sum_p, lack), dp)
 
 
 def _derivative_of_cap(s, cap):

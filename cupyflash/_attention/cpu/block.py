@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupyflash._attention.cpu import pieces
 from cupyflash._attention.cpu.functions import BlockFunctions
 from cupyflash._attention.problem import FAR
 from cupyflash._core import threads
@@ -298,32 +299,40 @@ def offset_of(problem, operands):
     return max(-FAR, min(problem.query_offset, FAR))
 
 
-def product(a, b, out=None, by_two=False):
+def product(a, b, out=None, by_two=False, rows=None):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
     In float32 the error of such a sum grows with the number of its terms. Few blocks
     are added up as they are; of many, float32 ones are in float64, and float64 ones in
-    runs. `by_two`: two threads share the blocks.
+    runs. `by_two`: two threads share the blocks. `rows`: of the entry, if `a` can have
+    a part of them.
     """
-    rows, terms = a.shape[-2:]
-    if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
+    own_rows, terms = a.shape[-2:]
+    columns = b.shape[-1]
+    if terms == 1 and columns >= _WIDE:  # BLAS takes three times as long
         return np.multiply(a, b, out)
-    if terms <= (LONGEST_SUM if rows > 1 else _LONGEST_SUM_OF_A_VECTOR):
+    is_cut = rows is not None
+    work = own_rows * terms * columns
+    if work <= pieces.MOST and terms <= LONGEST_SUM and not is_cut:
         return np.matmul(a, b, out)
-    num_blocks, rest = divmod(terms, LONGEST_SUM)
+    longest = pieces.terms_of_a_sum(rows or own_rows, columns, LONGEST_SUM)
+    if terms <= (longest if own_rows > 1 else _LONGEST_SUM_OF_A_VECTOR):
+        return pieces.multiply(a, b, out, is_cut)
+    size = LONGEST_SUM if terms > LONGEST_SUM else longest
+    num_blocks, rest = divmod(terms, size)
     rest_of_sum = None
     if rest:
         whole = terms - rest
-        rest_of_sum = np.matmul(a[..., whole:], b[..., whole:, :])
+        rest_of_sum = product(a[..., whole:], b[..., whole:, :], rows=rows)
         a, b = a[..., :whole], b[..., :whole, :]
-    a = a.reshape(*a.shape[:-1], num_blocks, LONGEST_SUM).swapaxes(-2, -3)
-    b = b.reshape(*b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1])
+    a, b = _blocks(a, b, size)
     if by_two and num_blocks > 1:
-        total = np.empty((*a.shape[:-1], b.shape[-1]), a.dtype)
+        total = np.empty((*a.shape[:-1], columns), a.dtype)
         halves = slice(0, -(-num_blocks // 2)), slice(-(-num_blocks // 2), None)
-        matmul_by_two(*([x[..., i, :, :] for x in (a, b, total)] for i in halves))
+        parts = ([x[..., i, :, :] for x in (a, b, total)] for i in halves)
+        on_two_threads(_products_of_blocks, *((*x, longest, is_cut) for x in parts))
     else:
-        total = np.matmul(a, b)
+        total = _products_of_blocks(a, b, None, longest, is_cut)
     if num_blocks <= BLOCKS_OF_A_RUN:
         total = np.add.reduce(total, -3, None, out)
     else:
@@ -340,9 +349,23 @@ def product(a, b, out=None, by_two=False):
     return out
 
 
-def matmul_by_two(*arguments):
-    """np.matmul of two tuples (a, b, out) by two threads, in `run_with_blas`."""
-    threads.for_each(lambda x, _: np.matmul(*x), arguments, 2, is_a_step=True)
+def _blocks(a, b, size):
+    """Views of `a` and `b` with an axis of blocks of `size` terms before the matrix."""
+    a = a.reshape(*a.shape[:-1], -1, size).swapaxes(-2, -3)
+    return a, b.reshape(*b.shape[:-2], -1, size, b.shape[-1])
+
+
+def _products_of_blocks(a, b, out, longest, is_cut):
+    """a @ b, whose terms are at most LONGEST_SUM, in sums of up to `longest`."""
+    if a.shape[-1] <= longest or a.shape[-2] == 1:
+        return pieces.multiply(a, b, out, is_cut)
+    terms = pieces.multiply(*_blocks(a, b, longest), None, is_cut)
+    return np.add.reduce(terms, -3, None, out)
+
+
+def on_two_threads(function, *arguments):
+    """Call `function` with two tuples of arguments, in `run_with_blas`."""
+    threads.for_each(lambda x, _: function(*x), arguments, 2, is_a_step=True)
 
 
 def row_sums(x):

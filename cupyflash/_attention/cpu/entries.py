@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupyflash._attention.cpu import tiled
+from cupyflash._attention.cpu import pieces, tiled
 from cupyflash._attention.cpu.block import (
     LONGEST_SUM,
     WORTH_A_THREAD,
@@ -20,15 +20,20 @@ from cupyflash._attention.cpu.block import (
     blas_reads,
     cost_of_an_entry,
     finite_base,
-    matmul_by_two,
     num_threads,
     offset_of,
+    on_two_threads,
     product,
     scale_of,
     split_scale,
     times_values,
 )
 from cupyflash._attention.cpu.functions import TileFunctions, positions
+from cupyflash._attention.cpu.pieces import (
+    columns_of_a_piece,
+    is_cut_alike,
+    multiply_transposed,
+)
 from cupyflash._attention.problem import heads_first
 from cupyflash._core import threads as _threads
 
@@ -51,6 +56,9 @@ _BOXES_OF_A_THREAD = 4
 # float64 (the thresholds of OpenBLAS, which has none for float32 there).
 _SMALL_FOR_BLAS = 4 * 115_200 - 1, 1 << 18
 _SMALL_DOT = 10_000
+# Scores of an entry up to which the time is that of beginning each step; they come from
+# a product of one piece.
+_FEW_SCORES = 1_200
 # Cost of a single entry whose rows two threads share, and of some entries that they do.
 WORTH_HALVES = 16_000_000, 28_000_000
 # The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so that it
@@ -174,9 +182,20 @@ def cut_of(problem):
     other tiles of rows: then the product is made in two parts in a batch, too.
     """
     rows, size = problem.seqlen_q, _rows_of_a_box(problem)
-    if size == rows and cost_of_an_entry(problem) >= WORTH_HALVES[0]:
-        size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
-    return size if size < rows <= 2 * size else 0
+    if size < rows:
+        return size if rows <= 2 * size else 0
+    if cost_of_an_entry(problem) < WORTH_HALVES[0]:
+        return 0
+    size = -(-rows // (2 * _ROWS_OF_TILES)) * _ROWS_OF_TILES
+    if rows - size < _ROWS_OF_TILES and size > _ROWS_OF_TILES:
+        size -= _ROWS_OF_TILES
+    # A single row would go another way.
+    return size if size < rows - 1 and is_cut_alike(problem, size) else 0
+
+
+def _is_cut(problem):
+    """Whether an entry alone is cut where one of many is not."""
+    return cut_of(problem) not in (0, _rows_of_a_box(problem))
 
 
 def halves_of(problem):
@@ -287,11 +306,11 @@ def _is_square(q, k):
     return q.shape[-2] == k.shape[-2] and np.may_share_memory(q, k)
 
 
-def _weigh(s, v, o, sink, hides, ones, by_two):
+def _weigh(s, v, o, sink, hides, ones, by_two, rows):
     """(P v, maxima, sums, divisors) of the rows of s, which becomes exp(s - maximum).
 
     P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
-    divisors are None where s has become P itself.
+    divisors are None where s has become P itself. `rows`: of the entry, if it is cut.
     """
     if s.shape[-1] == 1 and sink is None and not hides:  # 1, or NaN
         base = s.copy()
@@ -310,8 +329,8 @@ def _weigh(s, v, o, sink, hides, ones, by_two):
         np.add(d, np.exp(sink - base), out=d)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
     if p.shape[-1] < v.shape[-1]:
-        return product(np.divide(p, divisor, p), v, o, by_two), base, d, None
-    o = product(p, v, o, by_two)
+        return product(np.divide(p, divisor, p), v, o, by_two, rows), base, d, None
+    o = product(p, v, o, by_two, rows)
     return np.divide(o, divisor, o), base, d, divisor
 
 
@@ -392,9 +411,12 @@ class Direct:
             None if whole else halves_of(problem),
             lambda *half: Direct(half_problem(problem, *half), problem),
         )
-        self._by_two = shares_products(problem)
-        self._halves_keys = halves_keys(problem)
+        self._by_two = whole is None and shares_products(problem)
         whole = whole or problem
+        self._halves_keys = halves_keys(whole)
+        # Of the products that a batch makes; a box that is cut has parts of its own.
+        self._rows_if_cut = whole.seqlen_q if _is_cut(whole) else None
+        self._has_few_scores = problem.seqlen_q * problem.seqlen_k <= _FEW_SCORES
         self._ones = _ones_of(whole)
         self._factor = np.asarray(scale_of(problem))
         self._folds = (
@@ -453,6 +475,27 @@ class Direct:
             h = _numbers(heads)[..., None, None]
             b, h = (x.item() if x.size == 1 else x for x in (b, h))
             self._places = positions(b, h, offset, rows, 0, keys)
+        self._has_one_row = rows == 1
+        self._matrices = None
+        if whole is problem and self._goes_as_matrices(problem):
+            dim, dim_v = problem.head_dim, problem.head_dim_v
+            self._matrices = (rows, dim), (keys, dim), (keys, dim_v), (rows, dim_v)
+        self._times_values = product if keys > LONGEST_SUM else np.ndarray.dot
+
+    def _goes_as_matrices(self, problem):
+        """Whether `_compute_matrices` takes the call."""
+        rows, keys = problem.seqlen_q, problem.seqlen_k
+        work = rows * keys * max(problem.head_dim, problem.head_dim_v)
+        few = self._has_few_scores and work <= pieces.MOST and keys <= LONGEST_SUM
+        return (
+            math.prod(problem.batch) * problem.num_heads == 1
+            and keys > 1
+            and (rows == 1 or (few and not self._side_by_side))
+            and not (self._halves or self._may_hide or problem.has_functions)
+            and not (problem.softcap or problem.sinks or problem.alibi_slopes)
+            and not problem.query_lengths
+            and self._blind_rows is None
+        )
 
     def _cut_in_halves(self, halves, direct_of):
         """Make what computes each half, if there are some."""
@@ -471,6 +514,8 @@ class Direct:
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas
+            if self._matrices is not None and out is None and not self._return_lse:
+                return run(self._compute_matrices, q, k, v, options[0])
             return run(self._compute, q, k, v, out, *options)
         if out is None:
             out = np.empty(self._out_shape, self._dtype)
@@ -516,8 +561,9 @@ class Direct:
         if sinks is not None:
             sinks = self._sinks(sinks)
         o, base, d, _ = _weigh(
-            s, v, values, sinks, self._may_hide, self._ones, self._by_two
-        )
+            s, v, values, sinks, self._may_hide, self._ones, self._by_two,
+            self._rows_if_cut,
+        )  # fmt: skip
         if out is None:
             out = o
         if self._blind_rows is not None:
@@ -537,6 +583,48 @@ class Direct:
             np.copyto(d, -np.inf, where=padding)
         return out, d.reshape(self._lse_shape)
 
+    def _compute_matrices(self, q, k, v, bias):
+        """`_compute` of a single entry with few scores, in steps that begin sooner.
+
+        ndarray.dot has the bits of np.matmul. What NumPy spreads over a single row is
+        an array without axes.
+        """
+        of_q, of_k, of_v, _ = self._matrices
+        _, s = self._scores_of_matrices(q.reshape(of_q), k.reshape(of_k), bias)
+        base = np.maximum.reduce(s, -1, None, None, True)
+        if self._has_one_row:
+            base = base.reshape(())
+        p = np.exp(np.subtract(s, base, s), s)
+        d = self._sums_of_matrices(p)
+        v = v.reshape(of_v)
+        if of_v[0] < of_v[1]:
+            out = self._times_values(np.divide(p, d, p), v)
+        else:
+            out = self._times_values(p, v)
+            np.divide(out, d, out)
+        return (out.reshape(self._out_shape), None) if is_finite(out) else None
+
+    def _scores_of_matrices(self, q, k, bias):
+        """(q as it is multiplied, scores)."""
+        if self._folds:
+            q = np.multiply(q, self._factor)
+        elif self._may_be_square and np.may_share_memory(q, k):
+            q = q.copy()
+        s = q.dot(k.T)
+        if not self._folds:
+            np.multiply(s, self._factor, s)
+        if bias is not None:
+            np.add(s, _matrix(bias), s)
+        if self._hidden is not None:
+            np.add(s, self._hidden, s)
+        return q, s
+
+    def _sums_of_matrices(self, p):
+        """The sums of rows."""
+        if self._has_one_row:
+            return np.add.reduce(p, -1, None, None, True).reshape(())
+        return p.dot(self._ones)
+
     def _products(self, q, k):
         """(q as it is multiplied, scale * q k^T)."""
         if self._folds:
@@ -553,16 +641,18 @@ class Direct:
         if self._halves_keys:
             shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
             s = np.empty((*shape, self._rows.size, self._keys.size), self._dtype)
-            multiply_by_halves(a, b, s, self._by_two)
+            multiply_by_halves(a, b, s, self._rows_if_cut, self._by_two)
             return s
         if not self._side_by_side:
-            return np.matmul(a, b.mT)
+            if self._has_few_scores:  # one piece
+                return np.matmul(a, b.mT)
+            return multiply_transposed(a, b, None, self._rows_if_cut)
         if len(self._cuts) == 1:
-            return np.matmul(b, a.mT).mT
+            return multiply_transposed(b, a).mT
         shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), self._keys.size)
         s = np.empty((*shape, self._rows.size), self._dtype)
         for rows in self._cuts:
-            np.matmul(b, a[..., rows, :].mT, out=s[..., rows])
+            multiply_transposed(b, a[..., rows, :], s[..., rows])
         return s.mT
 
     def _padding(self, query_lengths):
@@ -664,23 +754,29 @@ def shares_products(problem):
     )
 
 
-def multiply_by_halves(q, k, s, by_two):
-    """Store q k^T in `s`, half of the keys at a time, or on each of two threads."""
-    cut = k.shape[-2] // 2
+def multiply_by_halves(q, k, s, rows, by_two):
+    """Store q k^T in `s`, half of the keys at a time, or on each of two threads.
+
+    `rows`: of the entry, if `q` can have a part of them.
+    """
+    cut, terms = k.shape[-2] // 2, k.shape[-1]
+    cut -= cut % (columns_of_a_piece(rows or q.shape[-2], terms, cut) or 1)
     parts = [
-        (q, k[..., keys, :].mT, s[..., keys])
+        (q, k[..., keys, :], s[..., keys], rows)
         for keys in (slice(0, cut), slice(cut, None))
     ]
     if by_two:
-        matmul_by_two(*parts)
+        on_two_threads(multiply_transposed, *parts)
     else:
         for part in parts:
-            np.matmul(*part)
+            multiply_transposed(*part)
 
 
 def _matrix(x):
     """`x` without leading axes, which have one element each."""
-    return x if np.ndim(x) <= 2 else x.reshape(x.shape[-2:])
+    if x is None or np.ndim(x) <= 2:
+        return x
+    return x.reshape(x.shape[-2:])
 
 
 def _all_pairs():
@@ -734,6 +830,7 @@ class Entries:
         self._cuts = _cuts_of(problem)
         self._halves_keys = halves_keys(problem)
         self._by_two = shares_products(problem)
+        self._rows_if_cut = problem.seqlen_q if _is_cut(problem) else None
         self._ones = _ones_of(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
@@ -785,8 +882,9 @@ class Entries:
         sink = None if self._sinks is None else self._sinks[entries[-2:]]
         ones = None if self._ones is None else self._ones[: last - first]
         _, base, d, divisor = _weigh(
-            s, v, o, sink, self._hides or last == first, ones, self._by_two
-        )
+            s, v, o, sink, self._hides or last == first, ones, self._by_two,
+            self._rows_if_cut,
+        )  # fmt: skip
         if not is_finite(o):
             self._repair(box, o, s, v, divisor)
             # The sum of a row whose scores all overflow to -inf, which is NaN here.
@@ -815,9 +913,12 @@ class Entries:
         shape = (*q.shape[:-1], k.shape[-2])
         s = self._matrices(scratch, "s", shape, self.dtype)
         if self._halves_keys:
-            multiply_by_halves(q, k, s, self._by_two)
+            multiply_by_halves(q, k, s, self._rows_if_cut, self._by_two)
         for cut in [] if self._halves_keys else self._cuts:
-            np.matmul(q[..., cut, :], k.swapaxes(-1, -2), out=s[..., cut, :])
+            if self._side_by_side:
+                multiply_transposed(k, q[..., cut, :], s[..., cut, :].mT)
+            else:
+                multiply_transposed(q, k, s)
         if factor != 1:
             np.multiply(s, factor, out=s)
         return s, q, factor

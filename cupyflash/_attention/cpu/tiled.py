@@ -16,6 +16,7 @@ from cupyflash._attention.cpu.block import (
     run_tasks,
     times_values,
 )
+from cupyflash._attention.cpu.pieces import multiply_transposed
 from cupyflash._core import threads
 
 # Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
@@ -186,7 +187,7 @@ def _bounded_run(part, q, factor, blocks):
 def scores(part, q, factor, start, stop):
     """Final scores of a block of keys."""
     s = part.scratch.array("s", (part.num_rows, stop - start), part.dtype)
-    np.matmul(q, part.keys(start, stop).T, out=s)
+    multiply_transposed(q, part.keys(start, stop), s)
     if factor != 1:
         np.multiply(s, factor, out=s)
     part.finish(s, start, stop)

@@ -20,7 +20,14 @@ from accuracy import max_error
 import cupyflash
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.cpu import backward as vjp_cpu
-from cupyflash._attention.cpu import block, checked, entries, tiled
+from cupyflash._attention.cpu import (
+    backward_entries,
+    block,
+    checked,
+    entries,
+    pieces,
+    tiled,
+)
 from cupyflash._attention.cpu import forward as attention_cpu
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._core import threads
@@ -1314,3 +1321,156 @@ def test_gradients_of_one_key_that_are_no_numbers(rng, bad):
     assert not np.isfinite(np.concatenate([x.ravel() for x in grads[:3]])).all()
     for found, expected in zip(grads[:3], tasks[:3], strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+# --- products in pieces --------------------------------------------------------------
+
+
+@pytest.fixture(params=["as it is", "pieces"])
+def small_kernels(request, monkeypatch):
+    """Whether there are pieces: as BLAS is, and in any case."""
+    if request.param == "pieces":
+        monkeypatch.setattr(pieces, "has_small_kernels", lambda: True)
+    attention_cpu._checked.clear()
+    with threadpoolctl.threadpool_limits(1):
+        yield pieces.has_small_kernels()
+    attention_cpu._checked.clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 700, 64), (16, 1024, 256), (16, 130, 256), (31, 517, 40), (32, 40, 2100),
+     (33, 600, 64), (16, 1000, 31)],
+)  # fmt: skip
+def test_a_product_by_the_transposed_in_pieces(rng, small_kernels, dtype, shape):
+    rows, columns, terms = shape
+    a = rng.normal(size=(2, 3, rows, terms)).astype(dtype)
+    b = rng.normal(size=(2, 1, columns, terms)).astype(dtype)
+    found = pieces.multiply_transposed(a, b)
+    bound = 24 * np.finfo(dtype).eps * (np.abs(a) @ np.abs(b).mT)
+    assert (np.abs(found - a @ b.mT) <= bound).all()
+    wide = np.full((2, 3, rows, columns + 5), np.nan, dtype)
+    for out in (np.empty_like(found), wide[..., 2:-3]):
+        pieces.multiply_transposed(a, b, out)
+        assert out.tobytes() == found.tobytes()
+    assert np.isnan(wide[..., :2]).all()
+    assert np.isnan(wide[..., -3:]).all()
+    one = pieces.multiply_transposed(a[1, 2], b[1, 0])
+    assert one.tobytes() == found[1, 2].tobytes()
+    size = pieces.columns_of_a_piece(rows, terms, columns)
+    is_cut = small_kernels and rows <= 32 and 32 <= terms < 2100
+    assert bool(size) == is_cut
+    assert size * rows <= 1200
+    assert size * rows * terms <= 10**6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(128, 512, 64), (1025, 100, 40), (49, 300, 130), (25, 9, 9), (50, 1, 40)]
+)
+def test_a_product_in_pieces_of_rows(rng, small_kernels, dtype, is_cut, shape):
+    rows, terms, columns = shape
+    a = rng.normal(size=(3, rows, terms)).astype(dtype)
+    b = rng.normal(size=(3, terms, columns)).astype(dtype)
+    exact = a @ b
+    bound = 24 * np.finfo(dtype).eps * (np.abs(a) @ np.abs(b))
+    found = pieces.multiply(a, b, None, is_cut)
+    assert (np.abs(found - exact) <= bound).all()
+    across = np.ascontiguousarray(a.mT).mT
+    out = np.empty_like(found)
+    assert pieces.multiply(across, b, out, is_cut) is out
+    assert (np.abs(out - exact) <= bound).all()
+    if is_cut and small_kernels and rows > 49:  # cut at a multiple of 24
+        parts = [
+            pieces.multiply(a[:, part], b, None, is_cut)
+            for part in (slice(0, 24), slice(24, None))
+        ]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [2, 16, 24, 30])
+@pytest.mark.parametrize("terms", [300, 511, 1024, 1700, 9_000])
+def test_sums_of_few_rows_are_shorter(rng, small_kernels, dtype, rows, terms):
+    a = rng.random((rows, terms)).astype(dtype)
+    b = rng.random((2, terms, 256)).astype(dtype)
+    some = slice(None, None, 37)
+    exact = a.astype(np.longdouble) @ b[..., some].astype(np.longdouble)
+    bound = 24 * np.finfo(dtype).eps * exact
+    out = np.empty((2, rows, 256), dtype)
+    assert block.product(a, b, out) is out
+    assert (np.abs(out[..., some] - exact) <= bound).all()
+    assert block.product(a, b).tobytes() == out.tobytes()
+    assert block.product(a, b[1]).tobytes() == out[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "shape",
+    [(49, 1024, 256), (50, 1100, 194), (36, 746, 422), (400, 400, 8), (275, 658, 8),
+     (27, 1353, 211), (16, 1100, 256), (1500, 16, 200), (40, 2000, 128)],
+)  # fmt: skip
+def test_an_entry_alone_has_its_bits(rng, small_kernels, dtype, shape):
+    """Those among others, whether two threads share it or not."""
+    one = arrays(rng, 1, *shape, dtype)
+    alone = [cupyflash.attention(*one, return_lse=True) for _ in range(2)]
+    many = [np.concatenate([x] * 3) for x in one]
+    among = cupyflash.attention(*many, return_lse=True)
+    for first, again, of_many in zip(*alone, among, strict=True):
+        assert first.tobytes() == again.tobytes() == of_many[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("option", ["plain", "causal", "bias", "square"])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 4), (1, 3, 64), (1, 1500, 8), (16, 16, 64), (5, 200, 3)]
+)
+def test_a_small_entry_goes_as_matrices(rng, monkeypatch, dtype, option, shape):
+    """With the bits of the long way, forward and backward; NaN and infinity, too."""
+    q, k, v = arrays(rng, 1, *shape, dtype)
+    options = {"causal": {"causal": True}}.get(option, {})
+    if option == "bias":
+        options = {"bias": rng.normal(size=shape[:2]).astype(dtype)}
+    if option == "square" and shape[0] == shape[1]:
+        q = k
+    asked = []
+    for name in ("_compute_matrices", "_gradients_of_matrices"):
+        kind = backward_entries.Direct
+        whole = getattr(kind, name)
+        owner = entries.Direct if hasattr(entries.Direct, name) else kind
+        monkeypatch.setattr(
+            owner,
+            name,
+            lambda self, *given, whole=whole: (asked.append(1), whole(self, *given))[1],
+        )
+    first, found = (cupyflash.attention(q, k, v, **options) for _ in range(2))
+    assert asked
+    assert first.tobytes() == found.tobytes()
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    assert out.tobytes() == found.tobytes()
+    dout = rng.normal(size=out.shape).astype(dtype)
+    asked.clear()
+    grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, **options)
+    assert asked
+    monkeypatch.setattr(
+        backward_entries.Direct, "_gradients_of_matrices", lambda *_: None
+    )
+    for a, b in zip(
+        grads[:3],
+        cupyflash.attention_vjp(dout, q, k, v, out, lse, **options),
+        strict=False,
+    ):
+        np.testing.assert_array_equal(a, b)
+    monkeypatch.undo()
+    for x in (q, k, v):
+        for odd in (np.nan, np.inf):
+            kept, x[0, 0, -1, 0] = x[0, 0, -1, 0].copy(), odd
+            among = cupyflash.attention(
+                *(np.concatenate([y] * 3) for y in (q, k, v)), **options
+            )
+            np.testing.assert_array_equal(
+                cupyflash.attention(q, k, v, **options), among[1:2]
+            )
+            x[0, 0, -1, 0] = kept

@@ -69,9 +69,9 @@ class AttentionProblem:
     # Whether a tensor map can treat the query heads of a group and the queries as two
     # axes.
     heads_can_be_packed: bool = True
-    # Memory layout of bias and mask: "keys" if they are the same for all queries,
-    # "tiles" if TMA can read the bias (for gradients, both), "unit" if keys are
-    # contiguous, else "any".
+    # Memory layout of bias and mask: "keys" if they are the same for all queries, "bias
+    # of keys" if the bias is and the mask is packed, "tiles" if TMA can read the bias
+    # (for gradients, both), "unit" if keys are contiguous, else "any".
     terms: str = "any"
     # With split keys, which form the first batch axis: keys per split.
     keys_of_part: int | None = None

@@ -117,12 +117,15 @@ def problem_of(operation, index, call, values=False):
         forms["q"] = "shifted"
     if axes > 1:  # axes that do not merge
         forms |= {"q": "heads"}
-    rows = 1 if asked.terms == "keys" else seqlen_q
     for name in ("bias", "mask"):
         given = getattr(asked, name)
         if given is None:
             continue
-        shape = (*batch, heads, rows, seqlen_k)
+        is_same = asked.terms == "keys" or (asked.terms, name) == (
+            "bias of keys",
+            "bias",
+        )
+        shape = (*batch, heads, 1 if is_same else seqlen_q, seqlen_k)
         arrays[name] = _array(rng, shape, dtype_of(given))
         forms[name] = "swapped" if asked.terms == "any" else "plain"
     if asked.sinks is not None:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // attention_mask_bits: a mask array as bits, in the format of mask_bits.cuh.
 //
-// Algorithm  A lane reads four keys; four ballots have the bits of a tile
+// Algorithm  A lane reads 16 keys; eight lanes join their bits of a tile
 // Grid       one warp per query, over all batch entries and heads that differ
 // Memory     global: the mask once, an eighth of that written
 // Limits     seqlen_k in 32 bits
@@ -15,7 +15,6 @@
 constexpr int kNumWarps = NUM_THREADS / kWarpSize;
 constexpr int kBlockN = BLOCK_N;           // keys of a tile
 constexpr int kMaskAxes = BATCH_DIMS + 2;  // batch, head, query
-static_assert(kBlockN % 8 == 0 && kBlockN <= 128);
 
 // The mask, with axes of one element where it is the same along them.
 struct mask_rows_t {
@@ -23,19 +22,29 @@ struct mask_rows_t {
   long long size[kMaskAxes], step[kMaskAxes];
 };
 
-__device__ __forceinline__ uint4 words_of(unsigned shown) {
-  // Bit l of ballot n is key 4 l + n of the tile. Even lanes have the first four keys
-  // of each eight.
-  unsigned ballots[4];
+// Keys of a lane, and the lanes of a tile.
+constexpr int kKeysOfLane = 16, kLanes = 8, kTilesOfWarp = kWarpSize / kLanes;
+static_assert(kBlockN % kKeysOfLane == 0 && kBlockN <= kLanes * kKeysOfLane);
+
+// Four bytes as bits that say which are not 0.
+__device__ __forceinline__ unsigned bits_of(unsigned bytes) {
+  constexpr unsigned kLow = 0x7f7f7f7fu;
+  const unsigned flags = ((((bytes & kLow) + kLow) | bytes) & ~kLow) >> 7;
+  return flags * 0x01020408u >> 24;  // bits 0, 8, 16 and 24 side by side
+}
+
+// The words of a tile, of which each lane has the bits of its keys: word lane % 4.
+__device__ __forceinline__ unsigned joined(const unsigned (&words)[4], int lane) {
+  const bool is_odd = lane & 1, is_high = lane & 2;
+  unsigned halves[2];
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
-    ballots[n] = __ballot_sync(kFullMask, (shown >> 8 * n & 0xff) != 0);
+  for (int n = 0; n < 2; ++n) {
+    const unsigned even = words[2 * n], odd = words[2 * n + 1];
+    halves[n] = (is_odd ? odd : even) | shuffle_xor(is_odd ? even : odd, 1);
   }
-  constexpr unsigned kEven = 0x55555555u;
-  return {(ballots[0] & kEven) | (ballots[1] & kEven) << 1,
-          (ballots[2] & kEven) | (ballots[3] & kEven) << 1,
-          (ballots[0] >> 1 & kEven) | (ballots[1] & ~kEven),
-          (ballots[2] >> 1 & kEven) | (ballots[3] & ~kEven)};
+  unsigned word = (is_high ? halves[1] : halves[0]) |
+                  shuffle_xor(is_high ? halves[0] : halves[1], 2);
+  return word | shuffle_xor(word, 4);
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
@@ -56,22 +65,44 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   }
   const int seqlen_k = static_cast<int>(rows.seqlen_k);
   const int num_tiles = (seqlen_k + kBlockN - 1) / kBlockN;
-  const bool has_words =
-      rows.col == 1 && reinterpret_cast<unsigned long long>(mask) % 4 == 0;
+  const unsigned long long start = reinterpret_cast<unsigned long long>(mask);
+  const bool has_words = rows.col == 1 && start % 4 == 0;
+  const bool has_vectors = rows.col == 1 && start % 16 == 0;
 #pragma unroll 4
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const int j = tile * kBlockN + 4 * lane;
-    const int left = 4 * lane < kBlockN ? seqlen_k - j : 0;
-    unsigned shown = 0;  // a byte for each key
-    if (has_words && left >= 4) {
-      shown = *reinterpret_cast<const unsigned*>(mask + j);
+  for (int first = 0; first < num_tiles; first += kTilesOfWarp) {
+    const int tile = first + lane / kLanes, column = lane % kLanes * kKeysOfLane;
+    const int j = tile * kBlockN + column;
+    const int left = column < kBlockN ? seqlen_k - j : 0;
+    unsigned bytes[4] = {};
+    if (has_vectors && left >= kKeysOfLane) {
+      const uint4 vector = *reinterpret_cast<const uint4*>(mask + j);
+      bytes[0] = vector.x, bytes[1] = vector.y;
+      bytes[2] = vector.z, bytes[3] = vector.w;
     } else {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (n < left) shown |= unsigned(mask[(j + n) * rows.col]) << 8 * n;
+      for (int n = 0; n < kKeysOfLane; n += 4) {
+        if (has_words && left >= n + 4) {
+          bytes[n / 4] = *reinterpret_cast<const unsigned*>(mask + j + n);
+        } else {
+#pragma unroll
+          for (int m = n; m < n + 4; ++m) {
+            const unsigned byte = m < left ? mask[(j + m) * rows.col] : 0;
+            bytes[n / 4] |= byte << 8 * (m - n);
+          }
+        }
       }
     }
-    const uint4 words = words_of(shown);
-    if (lane == 0) bits[row * num_tiles + tile] = words;
+    // Words 0 and 1 have the first four keys of each eight.
+    unsigned words[4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const unsigned near = bits_of(bytes[n]), far = bits_of(bytes[n + 2]);
+      words[2 * n] = ((near & 3) | (far & 3) << 2) << 4 * (lane % kLanes);
+      words[2 * n + 1] = (near >> 2 | (far & 12)) << 4 * (lane % kLanes);
+    }
+    const unsigned word = joined(words, lane);
+    if (tile < num_tiles && lane % kLanes < 4) {
+      reinterpret_cast<unsigned*>(bits + row * num_tiles + tile)[lane % 4] = word;
+    }
   }
 }

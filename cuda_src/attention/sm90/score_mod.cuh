@@ -93,7 +93,7 @@ struct read_terms_t {
       visible[n] = true;
       if (j < seqlen_k) {
         if constexpr (kHasBias) bias[n] = to<float>(*scores.bias_at(0, j));
-        if constexpr (kHasMask) visible[n] = *scores.mask_at(0, j);
+        if constexpr (kHasMask && !kMaskBits) visible[n] = *scores.mask_at(0, j);
       }
     }
   }
@@ -220,7 +220,7 @@ __device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* 
     } else if constexpr (!kScalesApart) {
       x *= scale;
     }
-    if constexpr (kHasMask) {
+    if constexpr (kHasMask && !kMaskBits) {
       if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
     }
   });

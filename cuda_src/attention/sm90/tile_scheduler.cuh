@@ -71,15 +71,16 @@ constexpr bool kUnitColumns = IS_GIVEN(UNIT_COLUMNS);
 // is the initial value of the accumulators. With more, presetting costs too much;
 // adding it after the product hides behind the longer products of the other warpgroup.
 constexpr bool kKeyBias = IS_GIVEN(KEY_BIAS);
-static_assert(!kKeyBias || (kTermsOfKeys && kAddsBiasAlone && !kScaleScores));
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
 // A bias of 16 bits whose tiles TMA loads, each with its tile of k.
 constexpr bool kBiasTiles = IS_GIVEN(BIAS_TILES);
 static_assert(!kBiasTiles || (kHasBias && !kTermsOfKeys && sizeof(bias_t) == 2));
-// A mask array and no other score option, as bits that a kernel before has made.
+// A mask array as bits that a kernel before has made.
 constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
-static_assert(!kMaskBits || (kHasMask && !kTermsOfKeys));
+static_assert(!kMaskBits || (kHasMask && !kHasMaskFunction));
+static_assert(!kKeyBias ||
+              (kTermsOfKeys && (kAddsBiasAlone || kMaskBits) && !kScaleScores));
 // Whether scores are finished one by one before the softmax, or it scales them.
 constexpr bool kHasTerms =
     !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi ||

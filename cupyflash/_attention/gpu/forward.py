@@ -32,7 +32,7 @@ from cupyflash._attention.gpu.simt.tiny_forward import TinyKernel
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
 from cupyflash._attention.gpu.sm80.short_forward import MmaShortKernel
-from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._attention.gpu.sm90.forward import HopperKernel, has_mask_bits
 from cupyflash._attention.gpu.sm90.forward_plan import hopper_steps
 from cupyflash._attention.gpu.sm90.forward_wide import HopperWideKernel
 from cupyflash._attention.gpu.sm90.forward_wide_plan import hopper_wide_steps
@@ -255,6 +255,10 @@ def _terms(problem, operands):
     arrays = [x for x in (bias, operands.mask) if x is not None]
     if problem.seqlen_q == 1 or all(x.strides[-2] == 0 for x in arrays):
         return "keys"
+    if has_mask_bits(problem):
+        arrays = [] if bias is None else [bias]
+        if bias is not None and bias.strides[-2] == 0:
+            return "bias of keys"
     if not all(x.strides[-1] == x.itemsize for x in arrays):
         return "any"
     if bias is None or bias.strides[-2] == 0:

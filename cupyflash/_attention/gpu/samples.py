@@ -26,6 +26,16 @@ _ALL_OPTIONS = {
 }
 
 
+# A mask beside one other option.
+_BESIDE_MASKS: tuple[dict, ...] = (
+    {"bias": "bfloat16", "terms": "tiles"},
+    {"bias": "float32", "terms": "unit"},
+    {"bias": "float32", "terms": "bias of keys"},
+    {"alibi_slopes": "float32"},
+    {"softcap": 30.0},
+)
+
+
 def made_up(dtype="float16", head_dim=64, batch=(1,), **options):
     """A problem large enough for the largest tiles."""
     return AttentionProblem(
@@ -204,6 +214,9 @@ def _bounded():
         for options in ({}, {"right": 0}, {"key_lengths": "int32"}):
             yield make(bias="bfloat16", terms="tiles", **options), 1
         yield replace(make(bias="bfloat16", terms="tiles"), seqlen_q=40), 1
+        for bounds in ({}, {"right": 0}, {"left": 1024, "right": 0}):
+            for options in _BESIDE_MASKS:
+                yield make(mask="bool", **options, **bounds), 1
         for terms in ({}, {"bias": "float32", "terms": "keys"}):
             capped = {"softcap": 30.0, **terms}
             yield make(**capped), 1

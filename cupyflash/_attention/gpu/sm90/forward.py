@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,9 @@ HOPPER_BIAS_INPUTS = Struct(
     alignment=64,
     base=HOPPER_INPUTS,
 )
+
+# Values of problem.terms with which a warp reads the bias once for all queries.
+_OF_KEYS = ("keys", "bias of keys")
 
 # How far a score may exceed its reference, as an exponent of 2.
 _LAZY_LOG2 = np.float32(8)
@@ -269,7 +272,10 @@ class HopperKernel(spec.ForwardSpec):
             return tiles.few_beside if others else tiles.few
         if others:
             return tiles.beside if others == 1 else tiles.several
-        return tiles.short if most_seen(problem) <= SHORT_KEYS else tiles.alone
+        # Window bounds beside a mask take registers, too.
+        has_room = problem.mask is None or problem.left is None
+        is_short = most_seen(problem) <= SHORT_KEYS and has_room
+        return tiles.short if is_short else tiles.alone
 
     def pack(self, problem: AttentionProblem) -> int:
         """Query heads of a group that are packed into the rows of a tile.
@@ -366,7 +372,8 @@ class HopperKernel(spec.ForwardSpec):
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
         if dims in self.listed and _has_mask_alone(problem):
             return self.listed[dims]
-        if _adds_terms(problem) or problem.has_functions:
+        beside_bits = has_mask_bits(problem) and problem.bias is not None
+        if _adds_terms(problem) or problem.has_functions or beside_bits:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
             return ladders[2]
@@ -436,9 +443,10 @@ class HopperKernel(spec.ForwardSpec):
             STAGED_COLUMNS=0 if num_splits > 1 else self._staged_columns(problem, tile),
             COMBINE=self.combines(problem, device),
             MASK_BITS=has_bits,
-            TERMS_OF_KEYS=terms == "keys",
-            KEY_BIAS=terms == "keys" and _is_key_bias(problem),
-            UNIT_COLUMNS=terms in ("unit", "tiles") and not has_bits,
+            TERMS_OF_KEYS=terms in _OF_KEYS,
+            KEY_BIAS=_is_key_bias(problem),
+            UNIT_COLUMNS=terms in ("unit", "tiles")
+            and (problem.bias is not None or not has_bits),
             BIAS_TILES=self.has_bias_tiles(problem),
         )
         num_work_tiles = self._num_tiles(problem, tile) * num_splits
@@ -567,11 +575,16 @@ def _weight_of_terms(problem):
     """0 for one term of the scores or of keys, 1 to 2 for a softcap, 3 for several.
 
     Alibi alone, or a table of diagonals, takes the tile of a softcap, unless the bounds
-    of a window take registers, too.
+    of a window take registers, too. 4 for a mask as bits beside one of the others.
     """
+    if has_mask_bits(problem):
+        weight = _weight_of_terms(replace(problem, mask=None))
+        # Alibi over all keys has registers for the bits.
+        alibi_alone = weight == 1 and not problem.softcap and bounds_of(problem) == 0
+        return weight if weight == 3 or alibi_alone else 4
     arrays = problem.bias, problem.mask
     lie_apart = 0
-    if problem.terms != "keys":
+    if problem.terms not in _OF_KEYS:
         lie_apart = sum(x is not None for x in arrays)
         if lie_apart and problem.terms == "any":
             return 3
@@ -595,7 +608,8 @@ def _weight_of_terms(problem):
 
 def _num_beside_bias(problem):
     """Score options that take registers beside a bias; functions count as two."""
-    some = problem.mask, problem.alibi_slopes, problem.softcap or None
+    mask = None if has_mask_bits(problem) else problem.mask
+    some = mask, problem.alibi_slopes, problem.softcap or None
     beside = sum(x is not None for x in some) + has_lengths(problem)
     return beside + 2 * problem.has_functions
 
@@ -609,28 +623,26 @@ def _is_cap_only(problem):
 
 def _is_key_bias(problem):
     """Whether a bias of keys is added to the products: kKeyBias of the kernel."""
-    others = (problem.mask, problem.alibi_slopes, problem.score, problem.mask_function)
+    mask = None if has_mask_bits(problem) else problem.mask
+    others = (mask, problem.alibi_slopes, problem.score, problem.mask_function)
     has_others = any(x is not None for x in others)
     # The scale must keep a bias in units of the products within float32.
     is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
-    alone = problem.terms == "keys" and not has_others and is_plain
+    alone = problem.terms in _OF_KEYS and not has_others and is_plain
     return problem.bias is not None and alone
 
 
 def has_mask_bits(problem: AttentionProblem) -> bool:
     """Whether a kernel before makes bits of the mask: kMaskBits of the kernel.
 
-    Not where other options take registers, nor for few queries, where a launch counts.
+    Not beside functions, which hide keys by the same registers, nor for few queries,
+    where a launch counts.
     """
-    others = (problem.bias, problem.alibi_slopes)
     return (
         problem.mask is not None
         and problem.terms != "keys"
         and problem.seqlen_q > HOPPER_GROUP_ROWS
-        and all(x is None for x in others)
-        and not problem.softcap
         and not problem.has_functions
-        and scale_is_plain(problem.scale)
     )
 
 

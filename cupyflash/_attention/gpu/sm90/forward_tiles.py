@@ -151,10 +151,10 @@ BIASED: dict[tuple[int, int], BiasTiles] = {
     ),
 }
 
-# By (head_dim, head_dim_v) as compiled, seven ladders: for queries that see all keys;
+# By (head_dim, head_dim_v) as compiled, eight ladders: for queries that see all keys;
 # with position bounds; with lengths on the device; with one score option (bias, mask,
 # alibi with a window); with a softcap, or alibi; with a softcap and terms of keys; with
-# several options.
+# several options; with one beside a mask that is packed as bits.
 TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
     (64, 64): (
         {
@@ -172,6 +172,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(3, 112, stage_out=False)},
         {math.inf: HopperTile(3, 80)},
         {math.inf: HopperTile(2, 64, False)},
+        {math.inf: HopperTile(2, 128)},
     ),
     (96, 96): (
         {math.inf: HopperTile(3, 96)},
@@ -184,6 +185,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(3, 96)},
         {math.inf: HopperTile(2, 96, False)},
         {math.inf: HopperTile(2, 48, False)},
+        {math.inf: HopperTile(2, 112)},
     ),
     (128, 128): (
         {
@@ -200,6 +202,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(3, 80)},
         {math.inf: HopperTile(2, 96, False)},
         {math.inf: HopperTile(2, 48, False)},
+        {math.inf: HopperTile(2, 128)},
     ),
     (192, 128): (
         {math.inf: HopperTile(2, 128)},
@@ -213,6 +216,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(2, 96, False)},
         {math.inf: HopperTile(2, 96, False)},
         {math.inf: HopperTile(2, 48, False)},
+        {math.inf: HopperTile(2, 80)},
     ),
     (192, 192): (
         {4096: HopperTile(2, 96), math.inf: HopperTile(2, 112)},
@@ -222,6 +226,7 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(2, 80)},
         {math.inf: HopperTile(2, 80)},
         {},
+        {math.inf: HopperTile(2, 80)},
     ),
     (256, 256): (
         {4096: HopperTile(2, 64), math.inf: HopperTile(2, 80)},
@@ -231,5 +236,6 @@ TILES: dict[tuple[int, int], tuple[Ladder, ...]] = {
         {math.inf: HopperTile(2, 80)},
         {math.inf: HopperTile(2, 64)},
         {},
+        {math.inf: HopperTile(2, 64)},
     ),
 }

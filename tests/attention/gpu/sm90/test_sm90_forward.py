@@ -17,13 +17,14 @@ from accuracy import (
 from placing import empty, place
 
 import cupyflash
+from cupyflash._attention.gpu import forward as forward_gpu
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.config import MOST_KEYS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
-from cupyflash._attention.gpu.sm90 import forward_model
-from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._attention.gpu.sm90 import forward_model, forward_plan
+from cupyflash._attention.gpu.sm90.forward import HopperKernel, has_mask_bits
 from cupyflash._cuda import device as _device
-from cupyflash._cuda import kernel, runtime, source
+from cupyflash._cuda import kernel, plan_cache, runtime, source
 
 HOPPER = _device.device_of_arch("sm_90a")
 (ROW,) = (row for row in ATTENTION_KERNELS if isinstance(row, HopperKernel))
@@ -286,8 +287,10 @@ OTHER_OPTIONS = (
 def test_tiles_of_a_bias_fit(head_dim, options, seqlen_k, seqlen_q):
     asked = problem(head_dim=head_dim, bias="bfloat16", terms="tiles", **options)
     asked = dataclasses.replace(asked, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    is_alone = options.keys() <= {"left", "right"}
-    assert ROW.has_bias_tiles(asked) == (head_dim <= 128 or is_alone)
+    beside = options.keys() - {"left", "right"}
+    if seqlen_q > 64:
+        beside -= {"mask"}  # it is packed as bits
+    assert ROW.has_bias_tiles(asked) == (head_dim <= 128 or not beside)
     if ROW.has_bias_tiles(asked):
         assert ROW.unsupported_reason(asked, HOPPER) is None
         config, *_ = ROW.configs(asked, 1, HOPPER)
@@ -306,6 +309,47 @@ def test_threads_read_any_other_bias(changed):
     assert ROW.has_bias_tiles(asked)
     assert not ROW.has_bias_tiles(dataclasses.replace(asked, **changed))
     assert not ROW.has_bias_tiles(problem(mask="bool", terms="tiles"))
+
+
+# --- masks as bits -------------------------------------------------------------------
+
+
+BESIDE_MASKS = (
+    {}, {"bias": "float32", "terms": "unit"}, {"bias": "float32", "terms": "any"},
+    {"bias": "bfloat16", "terms": "tiles"}, {"alibi_slopes": "float32"},
+    {"bias": "float32", "terms": "bias of keys"}, {"softcap": 3.0}, {"scale": -1.0},
+    {"softcap": 3.0, "alibi_slopes": "float32"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("bounds", [{}, {"left": 9}, {"key_lengths": "int32"}])
+@pytest.mark.parametrize("options", BESIDE_MASKS)
+def test_masks_are_packed_beside_all_options(head_dim, bounds, options):
+    asked = problem(head_dim=head_dim, mask="bool", terms="unit", **bounds)
+    asked = dataclasses.replace(asked, **options)
+    if ROW.unsupported_reason(asked, HOPPER) is None:
+        config, *_ = ROW.configs(asked, 1, HOPPER)
+        assert ("MASK_BITS", "1") in config.variant.defines
+        unit = options.get("terms") in ("unit", "tiles")
+        assert (("UNIT_COLUMNS", "1") in config.variant.defines) == unit
+        of_keys = options.get("terms") == "bias of keys"
+        assert (("KEY_BIAS", "1") in config.variant.defines) == of_keys
+        tile = ROW.tile(asked, HOPPER)
+        static = static_smem(4, tile, head_dim) if of_keys else 1024
+        assert config.variant.smem + static <= HOPPER.smem_optin
+    else:
+        assert head_dim > 128
+
+
+@pytest.mark.parametrize(
+    "changed", [{"seqlen_q": 64}, {"terms": "keys"}, {"mask": None}]
+)
+def test_masks_that_are_not_packed(changed):
+    asked = problem(mask="bool", bias="bfloat16", terms="tiles")
+    assert has_mask_bits(asked)
+    assert not has_mask_bits(dataclasses.replace(asked, **changed))
+    assert not has_mask_bits(samples.with_functions(asked))
 
 
 # --- out through shared memory -------------------------------------------------------
@@ -754,6 +798,72 @@ def test_mask_bits_of_any_strides(cupy, rng, head_dim, options, name):
     assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dims", "kind", "more"),
+    [
+        (64, "bias", {}),
+        (64, "bias", {"window": (200, 10)}),
+        (64, "bias", {"alibi_slopes": 0.01, "softcap": 5.0}),
+        (64, "bias of keys", {}),
+        (64, "large bias of keys", {}),
+        (64, "wide bias", {}),
+        (64, "alibi", {"window": (200, 10)}),
+        (64, "softcap", {}),
+        (96, "bias of keys", {"softcap": 5.0}),
+        (128, "bias", {"causal": True}),
+        (128, "bias", {"key_lengths": (650, 3)}),
+        (128, "bias of keys", {"causal": True}),
+        (128, "softcap", {"window": (200, 10)}),
+        ((192, 128), "bias", {}),
+        ((192, 128), "alibi", {}),
+        (256, "bias", {"causal": True}),
+        (256, "bias of keys", {}),
+    ],
+)
+@pytest.mark.parametrize("form", ["random", "whole tiles", "steps"])
+def test_mask_bits_beside_other_options(cupy, rng, monkeypatch, dims, kind, more, form):
+    head_dim, head_dim_v = dims if isinstance(dims, tuple) else (dims, dims)
+    q, k, v = (
+        rng.normal(size=(2, 4, n, dim)).astype(np.float16)
+        for n, dim in ((300, head_dim), (704, head_dim), (704, head_dim_v))
+    )
+    wide_bias = kind == "wide bias"
+    kind = "bias" if wide_bias else kind
+    options = options_of(kind, rng, q.shape, k.shape, **more)
+    if kind == "bias" and not wide_bias:
+        options["bias"] = options["bias"].astype(np.float16)
+    memory = rng.random((4, 600, 1408)) < 0.7
+    if form == "whole tiles":  # some queries see all, some nothing, some a prefix
+        memory[:] = np.arange(1408) < np.arange(600)[:, None] * 9 - 600
+    view = (slice(None), slice(0, 600, 2), slice(0, 1408, 2))
+    if form != "steps":
+        view = (slice(None), slice(100, 400), slice(0, 704))
+    given = placed(cupy, options)
+    asked, has_bits = [], forward_plan.has_mask_bits
+
+    def recorded(problem):
+        asked.append(has_bits(problem))
+        return asked[-1]
+
+    monkeypatch.setattr(forward_plan, "has_mask_bits", recorded)
+    monkeypatch.setattr(forward_gpu, "_plans", plan_cache.PlanCache())
+    out, lse = cupyflash.attention(
+        *(place(cupy, x) for x in (q, k, v)),
+        mask=place(cupy, memory)[view],
+        **given,
+        return_lse=True,
+    )
+    assert set(asked) == {True}
+    exact, exact_lse, size = oracle.attention(
+        q, k, v, real=np.float64, mask=memory[view], **options
+    )
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + np.abs(exact_lse[finite]).max())
+    assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
+
+
 # Memory of a bias over (2, 6, queries, keys), the view that is passed, and whether TMA
 # can read it.
 BIASES = {
@@ -824,7 +934,7 @@ def test_a_bias_of_any_strides(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("option", ["none", "mask and alibi"])
+@pytest.mark.parametrize("option", ["none", "mask", "mask and alibi"])
 def test_tiles_of_a_bias_give_the_same_bits_each_time(cupy, rng, option):
     """Blocks load tiles of a bias into memory that others have been in."""
     q, k, v = (
@@ -834,6 +944,7 @@ def test_tiles_of_a_bias_give_the_same_bits_each_time(cupy, rng, option):
     options = {"bias": place(cupy, rng.normal(size=(2, 6, 500, 704)).astype("f2"))}
     if option != "none":
         options["mask"] = place(cupy, rng.random((6, 500, 704)) < 0.8)
+    if option == "mask and alibi":
         options["alibi_slopes"] = place(cupy, (rng.random(6) / 100).astype("f4"))
     first = cupyflash.attention(q, k, v, return_lse=True, **options)
     for _ in range(100):

@@ -119,7 +119,12 @@ struct keys_t {
   __device__ __forceinline__ float score(const scores_t& scores, float scale,
                                          float q_dot_k, int i, int u, int key,
                                          float& derivative) const {
-    if constexpr (kAddsBiasAlone) return fmaf(scale, q_dot_k, bias[u][i]);
+    if constexpr (kAddsBiasAlone) {
+      float added = bias[u][0];
+#pragma unroll
+      for (int n = 1; n < kQueries; ++n) added = n == i ? bias[u][n] : added;
+      return fmaf(scale, q_dot_k, added);
+    }
     return scores.with_derivative(q_dot_k, i, key, derivative);
   }
 };
@@ -144,14 +149,69 @@ __device__ __forceinline__ void store_row(const matrix_t<elem_t>& target, int i,
 
 __device__ __forceinline__ float add(float a, float b) { return a + b; }
 
-// x . y over the lanes of a key; each of them gets it.
+// x . y over the columns of this lane.
 template <int kColumns>
-__device__ __forceinline__ float dot(const float (&x)[kColumns],
-                                     const float (&y)[kColumns]) {
+__device__ __forceinline__ float dot_of_lane(const float (&x)[kColumns],
+                                             const float (&y)[kColumns]) {
   float sum = x[0] * y[0];
 #pragma unroll
   for (int c = 1; c < kColumns; ++c) sum = fmaf(x[c], y[c], sum);
-  return warp_reduce<kLanes>(sum, add);
+  return sum;
+}
+// The same over the lanes of a key; each of them gets it.
+template <int kColumns>
+__device__ __forceinline__ float dot(const float (&x)[kColumns],
+                                     const float (&y)[kColumns]) {
+  return warp_reduce<kLanes>(dot_of_lane(x, y), add);
+}
+
+// Sums of several queries, over the lanes of a key, are made at once: with each step
+// half of them end in other lanes, which own these queries and do for them what
+// follows. Query i is number i / kOwners of lane i % kOwners.
+__host__ __device__ constexpr int owners_of_queries() {
+  int owners = 1;
+  while (owners < kQueries && owners < kLanes) owners *= 2;
+  return owners;
+}
+constexpr int kOwners = owners_of_queries();
+constexpr int kOwned = (kQueries + kOwners - 1) / kOwners;
+constexpr int kPadded = kOwners * kOwned;
+
+__device__ __forceinline__ int owner() { return lane_of_key() % kOwners; }
+
+template <int kBit> __device__ __forceinline__ void halve(float (&x)[kPadded]) {
+  if constexpr (kBit < kOwners) {
+    const bool odd = owner() & kBit;
+#pragma unroll
+    for (int n = 0; n < kPadded / (2 * kBit); ++n) {
+      const float kept = odd ? x[2 * n + 1] : x[2 * n];
+      x[n] = kept + shuffle_xor(odd ? x[2 * n] : x[2 * n + 1], kBit);
+    }
+    halve<2 * kBit>(x);
+  }
+}
+// Sums x over the lanes of a key; the first kOwned are then those of this owner.
+__device__ __forceinline__ void sum_for_owners(float (&x)[kPadded]) {
+  halve<1>(x);
+#pragma unroll
+  for (int j = 0; j < kOwned; ++j) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset >= kOwners; offset /= 2) {
+      x[j] += shuffle_xor(x[j], offset);
+    }
+  }
+}
+// The number of each query, from its owner.
+__device__ __forceinline__ void from_owners(float (&of_queries)[kQueries],
+                                            const float (&own)[kOwned]) {
+#pragma unroll
+  for (int i = 0; i < kQueries; ++i) {
+    of_queries[i] = own[i / kOwners];
+    if constexpr (kOwners > 1) {
+      const int lane = threadIdx.x % kWarpSize / kLanes * kLanes + i % kOwners;
+      of_queries[i] = __shfl_sync(kFullMask, of_queries[i], lane);
+    }
+  }
 }
 
 // sums += weight x.

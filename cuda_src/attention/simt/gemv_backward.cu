@@ -78,11 +78,34 @@ __device__ __forceinline__ void load_query(query_t& query, const entry_t& entry,
   query.delta += warp_reduce<kLanes>(sum, add);
 }
 
-// Adds the weights of a step of keys to `totals`, one per query.
-__device__ __forceinline__ void add_weights(float (&totals)[kQueries],
-                                            const keys_t& keys, int first,
+// What a lane knows of the queries that it owns.
+struct owned_t {
+  float lse[kOwned], delta[kOwned];
+
+  __device__ __forceinline__ explicit owned_t(const query_t (&queries)[kQueries])
+      : lse(), delta() {
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      if (i % kOwners == owner()) {
+        lse[i / kOwners] = queries[i].lse;
+        delta[i / kOwners] = queries[i].delta;
+      }
+    }
+  }
+  static __device__ __forceinline__ int query(int j) { return j * kOwners + owner(); }
+  // Whether query j of these exists, and sees a key.
+  static __device__ __forceinline__ bool sees(const mask_bounds_t& bounds, int j,
+                                              int key) {
+    const int i = query(j);
+    return (kPadded == kQueries || i < kQueries) && bounds.sees(i, key);
+  }
+};
+
+// Adds the weights of a step of keys to `totals`, one per query of this lane.
+__device__ __forceinline__ void add_weights(float (&totals)[kOwned], const keys_t& keys,
+                                            int first,
                                             const query_t (&queries)[kQueries],
-                                            const entry_t& entry,
+                                            const owned_t& owned, const entry_t& entry,
                                             const scores_t& scores,
                                             const mask_bounds_t& bounds) {
 #pragma unroll
@@ -90,14 +113,17 @@ __device__ __forceinline__ void add_weights(float (&totals)[kQueries],
     const int key = first + u * kKeys;
     columns_t<kPartsK> k;
     keys.k[u].unpack(k);
+    float products[kPadded] = {};
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
-      const query_t& query = queries[i];
-      const float s = dot(query.q, k);
-      if (bounds.sees(i, key)) {
+    for (int i = 0; i < kQueries; ++i) products[i] = dot_of_lane(queries[i].q, k);
+    sum_for_owners(products);
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) {
+      if (owned.sees(bounds, j, key)) {
         float unused;
-        const float score = keys.score(scores, entry.scale, s, i, u, key, unused);
-        totals[i] += exp_diff(score, query.lse);
+        const float score = keys.score(scores, entry.scale, products[j], owned.query(j),
+                                       u, key, unused);
+        totals[j] += exp_diff(score, owned.lse[j]);
       }
     }
   }
@@ -113,9 +139,12 @@ __device__ __forceinline__ void correct(float& lse, float total, float sink) {
 
 // Stores the gradients of a step of keys, and adds to those of the queries.
 template <typename Dbias>
-__device__ __forceinline__ void add_gradients(
-    query_t (&queries)[kQueries], const keys_t& keys, int first, const entry_t& entry,
-    const scores_t& scores, const mask_bounds_t& bounds, Dbias store_dbias) {
+__device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
+                                              const owned_t& owned, const keys_t& keys,
+                                              int first, const entry_t& entry,
+                                              const scores_t& scores,
+                                              const mask_bounds_t& bounds,
+                                              Dbias store_dbias) {
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     const int key = first + u * kKeys;
@@ -123,22 +152,34 @@ __device__ __forceinline__ void add_gradients(
     columns_t<kPartsV> v, dv = {};
     keys.k[u].unpack(k);
     keys.v[u].unpack(v);
-    float p[kQueries], ds[kQueries];
-    bool all_finite = true;  // q, k, v and dO
+    float qk[kPadded] = {}, dp[kPadded] = {};
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
-      const query_t& query = queries[i];
-      const float qk = dot(query.q, k), dp = dot(query.dout, v);
-      all_finite &= is_finite(qk) && is_finite(dp);
-      float derivative = 1;
-      const float s = bounds.sees(i, key)
-                          ? keys.score(scores, entry.scale, qk, i, u, key, derivative)
-                          : -infinity<float>();
-      p[i] = weight_of(s, query.lse);
-      ds[i] = is_unseen(p[i]) ? 0.f : p[i] * (dp - query.delta);
-      store_dbias(i, key, ds[i]);
-      if (kHasDerivative && !is_unseen(p[i])) ds[i] *= derivative;
+      qk[i] = dot_of_lane(queries[i].q, k);
+      dp[i] = dot_of_lane(queries[i].dout, v);
     }
+    sum_for_owners(qk);
+    sum_for_owners(dp);
+    float own_p[kOwned], own_ds[kOwned];
+    bool all_finite = true;  // q, k, v and dO
+#pragma unroll
+    for (int j = 0; j < kOwned; ++j) {
+      const int i = owned.query(j);
+      all_finite &= is_finite(qk[j]) && is_finite(dp[j]);
+      float derivative = 1;
+      const float s =
+          owned.sees(bounds, j, key)
+              ? keys.score(scores, entry.scale, qk[j], i, u, key, derivative)
+              : -infinity<float>();
+      own_p[j] = weight_of(s, owned.lse[j]);
+      own_ds[j] = is_unseen(own_p[j]) ? 0.f : own_p[j] * (dp[j] - owned.delta[j]);
+      store_dbias(i, key, own_ds[j]);
+      if (kHasDerivative && !is_unseen(own_p[j])) own_ds[j] *= derivative;
+    }
+    if constexpr (kOwners > 1) all_finite = __all_sync(kFullMask, all_finite);
+    float p[kQueries], ds[kQueries];
+    from_owners(p, own_p);
+    from_owners(ds, own_ds);
     if (all_finite) {
 #pragma unroll
       for (int i = 0; i < kQueries; ++i) {
@@ -203,14 +244,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   __shared__ of_warps_t<kPartsK> shared;
   if constexpr (kOwnLse) {
-    float totals[kQueries] = {};
-    add_weights(totals, keys, begin + key_of_warp(), queries, entry, scores, bounds);
+    const owned_t owned(queries);
+    float own_totals[kOwned] = {}, totals[kQueries];
+    add_weights(own_totals, keys, begin + key_of_warp(), queries, owned, entry, scores,
+                bounds);
 #pragma unroll 1
     for (int first = begin + kStep; first < last; first += kStep) {
       keys_t next;
       next.load_k(entry.k, scores, first + key_of_warp(), last);
-      add_weights(totals, next, first + key_of_warp(), queries, entry, scores, bounds);
+      add_weights(own_totals, next, first + key_of_warp(), queries, owned, entry,
+                  scores, bounds);
     }
+    from_owners(totals, own_totals);
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
       totals[i] = over_keys(totals[i], add);
@@ -225,16 +270,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   auto store_dbias = [&](int i, int key, float ds) {
     if constexpr (kHasBias) {
-      if (dbias != nullptr && key < entry.seqlen_k && lane_of_key() == 0) {
+      if (dbias != nullptr && key < entry.seqlen_k && i < kQueries &&
+          lane_of_key() < kOwners) {
         at.at(dbias, grads.dbias)[i * grads.dbias.row + key * grads.dbias.col] =
             to<bias_t>(ds);
       }
     }
   };
+  const owned_t owned(queries);
   int first = begin;
 #pragma unroll 1
   while (first < entry.seqlen_k) {
-    add_gradients(queries, keys, first + key_of_warp(), entry, scores, bounds,
+    add_gradients(queries, owned, keys, first + key_of_warp(), entry, scores, bounds,
                   store_dbias);
     first += kStep;
     if (first < entry.seqlen_k) {

@@ -79,6 +79,9 @@ class Tuning:
     heads_per_sm: dict[float, float]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
+    # The same without options, where a warp has an entry and a lane one vector of each
+    # row: with more, fewer blocks would run at once.
+    registers_of_one_warp: int | None = None
 
     def layout(self, problem: AttentionProblem, device: Device) -> Layout:
         """The layout of a problem that `unsupported_reason` allows."""
@@ -161,6 +164,9 @@ class Tuning:
         of = self.layout(problem, device)
         plain, with_options = by_threshold(self.registers, of.columns)
         registers = plain if is_plain(problem) else with_options
+        is_light = of.warps == of.parts_k == of.parts_v == 1
+        if self.registers_of_one_warp and is_light and is_plain(problem):
+            registers = self.registers_of_one_warp
         return launch_config(
             problem, batch_dims, -(-num_heads(problem) // of.entries), of.num_threads,
             source, entry,
@@ -210,8 +216,7 @@ GEMV = GemvKernel(
         most_queries={2: {math.inf: 1}, 4: {32: 2, math.inf: 5}},
         most_bytes={
             "float16": {32: math.inf, 128: 40 << 10, 256: 256 << 10},
-            # Slower than in float16, which tensor cores are not.
-            "bfloat16": {32: math.inf, 64: 6 << 10, 128: 12 << 10, 256: 32 << 10},
+            "bfloat16": {32: math.inf, 128: 28 << 10, 256: 32 << 10},
             "float32": {256: math.inf},
         },
         most_bytes_with_bias={
@@ -221,5 +226,6 @@ GEMV = GemvKernel(
         },
         heads_per_sm={128: 0.5, math.inf: 2},
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
+        registers_of_one_warp=64,
     ),
 )

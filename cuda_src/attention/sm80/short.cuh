@@ -32,9 +32,8 @@ constexpr int kParts = 1;
 static_assert(kParts == 1 || (kParts == 2 && kSplits));
 
 // Columns of a result that a warp computes at a time: a few equal steps.
-constexpr int kMostColumns = kSplits ? 32 : 64;
-template <int kDim>
-constexpr int kChunk = kDim / ((kDim + kMostColumns - 1) / kMostColumns);
+template <int kDim, int kMost = 64>
+constexpr int kChunk = kDim / ((kDim + kMost - 1) / kMost);
 constexpr int kRows = 16;                   // queries, or keys, per warp
 constexpr int kStep = 32 / sizeof(elem_t);  // depth of an operand
 constexpr int kKeyTiles = kBlockN / 8;      // accumulators over the keys
@@ -284,10 +283,10 @@ constexpr int kApart = kSplits ? 2 : 1;
 template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
 __device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left,
                                              Right right) {
-  static_assert(!kInLoop || kSteps % kApart == 0);
-#pragma unroll(kInLoop&& kSplits ? 1 : kSteps)
+  constexpr bool kLoops = kInLoop && kSteps % kApart == 0;
+#pragma unroll(kLoops&& kSplits ? 1 : kSteps)
   for (int first = 0; first < kSteps; first += kApart) {
-    const int steps = kInLoop || first + kApart <= kSteps ? kApart : 1;
+    const int steps = kLoops || first + kApart <= kSteps ? kApart : 1;
     left_t a[kApart];
 #pragma unroll
     for (int step = 0; step < steps; ++step) a[step] = left(first + step);

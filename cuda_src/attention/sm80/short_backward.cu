@@ -10,12 +10,13 @@
 //            and, once P and dS of all rows are complete, some columns for 16 keys of
 //                dv = P^T dO,  dk = scale dS^T q
 // Grid       1-D, one block of kWarps warps per head of k and v; it loops over tiles of
-//            kBlockM queries of the heads of a group and sums dk and dv
+//            kBlockM queries of the heads of a group and sums dk and dv. With two
+//            stages, the next tile is loaded meanwhile
 // Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
-//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared
+//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, kStages of them
 //            P, dS  kBlockM x kBlockN               shared, as elem_t; in float32 where
 //                                                   v and k were
-//            dk, dv of several tiles of queries     shared, in float32
+//            dk, dv of several tiles of queries     registers or shared, in float32
 //            S, dP, dq, dk, dv                      registers, laid out as in short.cuh
 // Memory     global: each array once, except out, which is read for delta only where
 //            lse covers keys of other calls
@@ -32,8 +33,12 @@
 #if !defined(BLOCK_M) || !defined(GROUPED)
 #error "BLOCK_M and GROUPED come from the host"
 #endif
+#ifndef STAGES
+#define STAGES 1
+#endif
 constexpr int kBlockM = BLOCK_M;
 constexpr bool kGrouped = GROUPED;  // several tiles of queries share k and v
+constexpr int kStages = STAGES;     // tiles of queries on chip
 static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
 
 // SHORT_GRADS of _attention/gpu/sm80/short_backward.py is the same struct on the host.
@@ -45,31 +50,41 @@ using matrix_q = matrix_t<kHeadDim>;
 using matrix_v = matrix_t<kHeadDimV>;
 using matrix_p = matrix_t<(kBlockN + 15) / 16 * 16>;
 
-// float32 needs so much shared memory that few blocks fit: P takes the place of v, and
-// dS that of k, once these have been read for the last time.
+// float32 needs so much shared memory that few blocks fit: dS takes the place of v, and
+// P that of k, once these have been read for the last time.
 constexpr bool kReuses = kSplits && !kGrouped &&
                          matrix_p::bytes(kBlockM) <= matrix_q::bytes(kBlockN) &&
                          matrix_p::bytes(kBlockM) <= matrix_v::bytes(kBlockN);
 
 // Shared memory of the warps of a head, in memory order.
 struct smem_t {
-  matrix_q q, k;
-  matrix_v dout, v;
+  matrix_q k;
+  matrix_v v;
+  unsigned char* stages;
   matrix_p p, ds;
   unsigned* largest;  // max |dO| per warp, as the bits of a float
-  float4* kept;       // dk and dv of the tiles of queries before, as accumulators
+  float4* kept;       // of kept_t
+
+  static constexpr unsigned kStageBytes =
+      matrix_q::bytes(kBlockM) + matrix_v::bytes(kBlockM);
 
   __device__ __forceinline__ explicit smem_t(unsigned char* bytes) {
-    q.rows = bytes;
-    k.rows = q.rows + matrix_q::bytes(kBlockM);
-    dout.rows = k.rows + matrix_q::bytes(kBlockN);
-    v.rows = dout.rows + matrix_v::bytes(kBlockM);
-    unsigned char* const weights = v.rows + matrix_v::bytes(kBlockN);
+    k.rows = bytes;
+    v.rows = k.rows + matrix_q::bytes(kBlockN);
+    stages = v.rows + matrix_v::bytes(kBlockN);
+    unsigned char* const weights = stages + kStages * kStageBytes;
     constexpr unsigned kBytes = kReuses ? 0 : matrix_p::bytes(kBlockM);
-    p.rows = kReuses ? v.rows : weights;
-    ds.rows = kReuses ? k.rows : weights + kBytes;
+    p.rows = kReuses ? k.rows : weights;
+    ds.rows = kReuses ? v.rows : weights + kBytes;
     largest = reinterpret_cast<unsigned*>(weights + 2 * kBytes);
     kept = reinterpret_cast<float4*>(largest + 4 * kWarps);
+  }
+  // A tile of queries.
+  __device__ __forceinline__ matrix_q q(int stage) const {
+    return {stages + stage * kStageBytes};
+  }
+  __device__ __forceinline__ matrix_v dout(int stage) const {
+    return {q(stage).rows + matrix_q::bytes(kBlockM)};
   }
 };
 
@@ -146,6 +161,24 @@ __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
   }
 }
 
+// With many keys, float32 has no registers for dS as the left operand of all steps:
+// each lane reads again what it has stored.
+constexpr bool kReadsDs = kSplits && kKeyTiles > 4;
+
+// Stored rows [row, row + 16) as left_of() has them.
+__device__ __forceinline__ left_t left_stored(const matrix_p& weights, int row,
+                                              int step) {
+  const elem_t* const from =
+      weights.at(row + lane_index() / 4, kStep * step + lane_index() % 4 * 2);
+  const uint2 upper = *reinterpret_cast<const uint2*>(from);
+  const uint2 lower =
+      *reinterpret_cast<const uint2*>(from + kRows / 2 * matrix_p::kNextRow);
+  const unsigned words[4] = {upper.x, lower.x, upper.y, lower.y};
+  left_t operand;
+  split_words(words, operand.parts);
+  return operand;
+}
+
 // The 16 queries of this warp: in global memory, if they exist, and in smem_t.
 struct rows_t {
   const elem_t* out;
@@ -164,7 +197,7 @@ struct rows_t {
 __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
                                               sums_t<kKeyTiles>& dp,
                                               const scores_t& scores,
-                                              const rows_t& rows, const smem_t& smem,
+                                              const rows_t& rows, const matrix_v& dout,
                                               const params_t& params,
                                               const short_grads_t& grads) {
   const int lane = lane_index();
@@ -208,7 +241,7 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
       for (int n = 0; n < 8; ++n) {
         const int row = rows.existing(n + 8 * r);
         const float sum = dot_out(rows.out + row * params.out.row, params.out.col,
-                                  smem.dout.at(rows.in_tile + row, 0),
+                                  dout.at(rows.in_tile + row, 0),
                                   static_cast<int>(params.head_dim_v));
         if (lane / 4 == n && is_given[r]) delta[r] = sum;
       }
@@ -238,7 +271,8 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
 constexpr int kTilesOfKeys = (kBlockN + kRows - 1) / kRows;
 template <int kCols> __host__ __device__ constexpr int columns_of_job() {
   int columns = kChunk<kCols>;
-  while (kGrouped && kTilesOfKeys * (kCols / columns) < kWarps && columns % 32 == 0) {
+  while ((kGrouped || kSplits) && kTilesOfKeys * (kCols / columns) < kWarps &&
+         columns % 32 == 0) {
     columns /= 2;
   }
   return columns;
@@ -250,24 +284,42 @@ template <int kCols>
 constexpr int kKept =
     (kJobs<kCols> + kWarps - 1) / kWarps * (columns_of_job<kCols>() / 8);
 
+// dk or dv of the tiles of queries before, as accumulators of this thread: in
+// registers, if they and those of S and dP are few.
+constexpr int kMostNumbers = 72;
+constexpr bool kInRegisters =
+    kGrouped &&
+    8 * kKeyTiles + 4 * (kKept<kHeadDim> + kKept<kHeadDimV>) <= kMostNumbers;
+template <int kCols> struct kept_t {
+  float4 numbers[kInRegisters ? kKept<kCols> : 1];
+  float4* shared;
+
+  __device__ __forceinline__ float4& operator[](int n) {
+    if constexpr (kInRegisters) return numbers[n];
+    return shared[n * kNumThreads];
+  }
+};
+
 // Computes weights^T rows times `unit` for all keys, of which warp `warp` takes some
 // columns, and stores them to `target`. With several tiles of queries, they are first
-// summed in `kept`, a buffer of this thread. Returns whether a number is not finite.
+// summed in `kept`. Returns whether a number is not finite.
 template <int kCols>
 __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
                                              const matrix_t<kCols>& rows,
                                              const target_t& target, float unit,
-                                             float4* kept, bool is_first,
+                                             kept_t<kCols>& kept, bool is_first,
                                              bool is_last) {
   constexpr int kColumns = columns_of_job<kCols>(), kTiles = kColumns / 8;
   bool found = false;
   // With as many warps as tiles of keys, a warp has all columns of a tile.
   constexpr bool kOwnsKeys = kTilesOfKeys == kWarps;
-  constexpr int kEnd = kOwnsKeys ? kCols / kColumns : kJobs<kCols>;
-#pragma unroll 1
-  for (int job = kOwnsKeys ? 0 : warp; job < kEnd; job += kOwnsKeys ? 1 : kWarps) {
+  constexpr int kOfWarp = (kJobs<kCols> + kWarps - 1) / kWarps;
+#pragma unroll(kInRegisters ? kOfWarp : 1)
+  for (int n = 0; n < kOfWarp; ++n) {
+    const int job = warp + n * kWarps;
+    if (job >= kJobs<kCols>) break;
     const int key = (kOwnsKeys ? warp : job % kTilesOfKeys) * kRows;
-    const int col = (kOwnsKeys ? job : job / kTilesOfKeys) * kColumns;
+    const int col = (kOwnsKeys ? n : job / kTilesOfKeys) * kColumns;
     sums_t<kTiles> sums = {};
     add_products<kBlockM / kStep, true>(
         sums, [&](int step) { return left_trans(weights, key, step); },
@@ -276,17 +328,16 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
         });
     if constexpr (kGrouped) {
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        float4& place = kept[n * kNumThreads];
+      for (int tile = 0; tile < kTiles; ++tile) {
+        float4& place = kept[n * kTiles + tile];
         const float4 before = is_first ? make_float4(0, 0, 0, 0) : place;
-        sums[n][0] = fmaf(sums[n][0], unit, before.x);
-        sums[n][1] = fmaf(sums[n][1], unit, before.y);
-        sums[n][2] = fmaf(sums[n][2], unit, before.z);
-        sums[n][3] = fmaf(sums[n][3], unit, before.w);
-        if (!is_last)
-          place = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+        float (&sum)[4] = sums[tile];
+        sum[0] = fmaf(sum[0], unit, before.x);
+        sum[1] = fmaf(sum[1], unit, before.y);
+        sum[2] = fmaf(sum[2], unit, before.z);
+        sum[3] = fmaf(sum[3], unit, before.w);
+        if (!is_last) place = make_float4(sum[0], sum[1], sum[2], sum[3]);
       }
-      kept += kTiles * kNumThreads;
     }
     if (kGrouped && !is_last) continue;
     found |= any_nonfinite(sums);
@@ -322,31 +373,62 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   tile_coord_t at(params, block_index() * group);
   if (!at.exists) return;
   const int thread = threadIdx.x, first = warp_index() * kRows;
+
+  // Tiles of queries over the heads of a group.
+  const int tiles = kGrouped ? (seqlen_q + kBlockM - 1) / kBlockM : 1;  // of a head
+  const int units = group * tiles;
+  const auto load_q = [&](const tile_coord_t& of, int i0, int stage) {
+    smem.q(stage).load<kBlockM, kNumThreads>(of.at(q, params.q) + i0 * params.q.row,
+                                             params.q.row, min(seqlen_q - i0, kBlockM),
+                                             dim, thread);
+    ptx::commit_copies();
+  };
+  const auto load_dout = [&](const tile_coord_t& of, int i0, int stage) {
+    smem.dout(stage).load<kBlockM, kNumThreads>(
+        of.at(dout, grads.dout) + i0 * grads.dout.row, grads.dout.row,
+        min(seqlen_q - i0, kBlockM), dim_v, thread);
+    ptx::commit_copies();
+  };
+  // What the first product reads is loaded first.
   smem.k.load<kBlockN, kNumThreads>(at.at_kv(k, params.k), params.k.row, seqlen_k, dim,
                                     thread);
+  load_q(at, 0, 0);
   smem.v.load<kBlockN, kNumThreads>(at.at_kv(v, params.v), params.v.row, seqlen_k,
                                     dim_v, thread);
-
-  const int tiles = kGrouped ? (seqlen_q + kBlockM - 1) / kBlockM : 1;  // of a head
+  load_dout(at, 0, 0);
+  kept_t<kHeadDim> kept_k;
+  kept_t<kHeadDimV> kept_v;
+  kept_k.shared = smem.kept + thread;
+  kept_v.shared = kept_k.shared + kKept<kHeadDim> * kNumThreads;
   bool found = false;
-  for (int unit = 0, i0 = 0; unit < group * tiles; ++unit) {
+  for (int unit = 0, i0 = 0; unit < units; ++unit) {
     const int num_queries = min(seqlen_q - i0, kBlockM);
-    if (unit > 0) sync_warps();  // all warps have read the old contents
-    smem.q.load<kBlockM, kNumThreads>(at.at(q, params.q) + i0 * params.q.row,
-                                      params.q.row, num_queries, dim, thread);
-    smem.dout.load<kBlockM, kNumThreads>(at.at(dout, grads.dout) + i0 * grads.dout.row,
-                                         grads.dout.row, num_queries, dim_v, thread);
-    ptx::wait_copies();
-    sync_warps();  // q, k, v and dO have arrived
-
+    if (kStages == 1 && unit > 0) {
+      sync_warps();  // all warps have read the tile before
+      load_q(at, i0, 0);
+      load_dout(at, i0, 0);
+    }
+    const matrix_q smem_q = smem.q(unit % kStages);
+    const matrix_v smem_dout = smem.dout(unit % kStages);
     const bool has_queries = first < kBlockM;
     sums_t<kKeyTiles> s, dp;
+    ptx::wait_copy_groups<1>();
+    sync_warps();  // q and k have arrived
+    if (has_queries) multiply_rows(s, smem_q, first, smem.k);
+    ptx::wait_copies();
+    sync_warps();  // v and dO have arrived, and all warps have read the tile before
+    if (kStages > 1 && unit + 1 < units) {
+      tile_coord_t next = at;
+      if (i0 + kBlockM >= seqlen_q) ++next.head;
+      const int next_i0 = next.head == at.head ? i0 + kBlockM : 0;
+      load_q(next, next_i0, (unit + 1) % kStages);
+      load_dout(next, next_i0, (unit + 1) % kStages);
+    }
     if (has_queries) {
       if constexpr (kNarrow) {
-        smem.largest[warp_index()] = largest_of_rows(smem.dout, first);
+        smem.largest[warp_index()] = largest_of_rows(smem_dout, first);
       }
-      multiply_rows(s, smem.q, first, smem.k);
-      multiply_rows(dp, smem.dout, first, smem.v);
+      multiply_rows(dp, smem_dout, first, smem.v);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const int row = kGrouped ? min(i0 + first, seqlen_q - 1) : first;
       const rows_t rows = {
@@ -357,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           i0 + first,
           min(num_queries - first, kRows),
           first};
-      differentiate(s, dp, scores, rows, smem, params, grads);
+      differentiate(s, dp, scores, rows, smem_dout, params, grads);
     }
     if constexpr (kNarrow || kReuses) sync_warps();  // maxima are stored, v was read
     const float factor = factor_of_ds(smem.largest);
@@ -366,16 +448,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
         for (int e = 0; e < 4 * kKeyTiles; ++e) dp[e / 4][e % 4] *= factor;
       }
-      store_weights(smem.p, first, s, kFactorP);
-      if constexpr (!kReuses) store_weights(smem.ds, first, dp, 1);
+      store_weights(smem.ds, first, dp, 1);
+      if constexpr (!kReuses) store_weights(smem.p, first, s, kFactorP);
       const target_t target = {at.at(dq, grads.dq) + (i0 + first) * grads.dq.row,
                                grads.dq.row, grads.dq.col,
                                min(num_queries - first, kRows), dim};
 #pragma unroll 1
       for (int col = 0; col < kHeadDim; col += kChunk<kHeadDim>) {
         sums_t<kChunk<kHeadDim> / 8> sums_q = {};
-        add_products<kBlockN / kStep, false>(
-            sums_q, [&](int step) { return left_of<kKeyTiles>(dp, step); },
+        add_products<kBlockN / kStep, kReadsDs>(
+            sums_q,
+            [&](int step) {
+              if constexpr (kReadsDs) return left_stored(smem.ds, first, step);
+              return left_of<kKeyTiles>(dp, step);
+            },
             [&](int tile, int step, right_t(&pair)[2]) {
               right_trans(smem.k, col / 8 + tile, step, pair);
             });
@@ -383,23 +469,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         store_rows(target.from(col), sums_q, {scale / factor, scale / factor});
       }
     }
+    sync_warps();  // dS is complete, and k was read
     if constexpr (kReuses) {
-      sync_warps();  // k was read
-      if (has_queries) store_weights(smem.ds, first, dp, 1);
+      if (has_queries) store_weights(smem.p, first, s, kFactorP);
     }
-    sync_warps();  // P and dS are complete
-    const bool is_first = unit == 0, is_last = unit == group * tiles - 1;
-    const target_t of_v = {at.at_kv(dv, grads.dv), grads.dv.row, grads.dv.col, seqlen_k,
-                           dim_v};
-    found |= add_weighted(smem.p, warp_index(), smem.dout, of_v, 1 / kFactorP,
-                          smem.kept + thread, is_first, is_last);
+    const bool is_first = unit == 0, is_last = unit == units - 1;
     const target_t of_k = {at.at_kv(dk, grads.dk), grads.dk.row, grads.dk.col, seqlen_k,
                            dim};
-    // Warps that had fewer columns of dv begin.
-    constexpr int kMore = kJobs<kHeadDimV> % kWarps;
+    found |= add_weighted(smem.ds, warp_index(), smem_q, of_k, scale / factor, kept_k,
+                          is_first, is_last);
+    if constexpr (kReuses) sync_warps();  // P is complete
+    const target_t of_v = {at.at_kv(dv, grads.dv), grads.dv.row, grads.dv.col, seqlen_k,
+                           dim_v};
+    // Warps that had fewer columns of dk begin.
+    constexpr int kMore = kJobs<kHeadDim> % kWarps;
     const int warp = warp_index() - kMore + (warp_index() < kMore ? kWarps : 0);
-    found |= add_weighted(smem.ds, warp, smem.q, of_k, scale / factor,
-                          smem.kept + kKept<kHeadDimV> * kNumThreads + thread, is_first,
+    found |= add_weighted(smem.p, warp, smem_dout, of_v, 1 / kFactorP, kept_v, is_first,
                           is_last);
     i0 += kBlockM;
     if (i0 >= seqlen_q) {

@@ -28,7 +28,9 @@ constexpr int kTilesOfBlock = TILES_OF_BLOCK;  // 0: all of a head of k and v
 // %.
 constexpr bool kLoadsAhead = IS_GIVEN(LOADS_AHEAD);
 
-constexpr int kOutTiles = kChunk<kHeadDimV> / 8;
+// float32 has no registers for more.
+constexpr int kOutColumns = kChunk < kHeadDimV, kSplits ? 32 : 64 > ;
+constexpr int kOutTiles = kOutColumns / 8;
 
 // o = p v one key at a time, leaving out hidden keys; columns of v from `col` on.
 __device__ __forceinline__ void add_seen_values(sums_t<kOutTiles>& o,
@@ -126,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const target_t target = {at.at(out, params.out) + i0 * params.out.row,
                              params.out.row, params.out.col, num_rows, dim_v};
 #pragma unroll 1
-    for (int col = 0; col < kHeadDimV; col += kChunk<kHeadDimV>) {
+    for (int col = 0; col < kHeadDimV; col += kOutColumns) {
       sums_t<kOutTiles> o = {};
       add_products<kBlockN / kStep, false>(
           o, [&](int step) { return left_of<kKeyTiles>(s, step); },
@@ -160,7 +162,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
   } else {
     bool is_first = true;
-    for (int unit = warp_index(); unit < max(last, kWarps); unit += kWarps) {
+    for (int unit = first + warp_index(); unit < max(last, first + kWarps);
+         unit += kWarps) {
       tile_coord_t at = first_head;
       const int head = unit / tiles, i0 = (unit - head * tiles) * kRows;
       at.head += head;

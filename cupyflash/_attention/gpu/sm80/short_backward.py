@@ -14,6 +14,7 @@ from cupyflash._attention.gpu.sm80.short_forward import (
     in_tiles,
     keys_in_tiles,
     matrix_bytes,
+    most_blocks,
     most_registers,
     num_kv_heads,
 )
@@ -23,6 +24,11 @@ from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
+
+# Shared memory that each block has for the system.
+_SYSTEM_BYTES = 1 << 10
+# kMostNumbers of the kernel.
+_MOST_NUMBERS = 72
 
 SHORT_GRADS = Struct(
     "short_grads_t",
@@ -99,40 +105,63 @@ class MmaShortVjpKernel(BackwardSpec):
         return forward.group_size > 1 or forward.seqlen_q > short_forward.MOST_QUERIES
 
     def _kept(self, forward, dim):
-        """Bytes of dk or dv as accumulators: kKept of the kernel, for all threads."""
-        most = 32 if forward.dtype == "float32" else 64  # kMostColumns
-        columns = dim // -(-dim // most)
-        tiles = in_tiles(keys_in_tiles(forward)) // ROWS
-        warps = self.warps(forward)
+        """kKept of the kernel: dk or dv as accumulators, four a thread."""
+        columns = dim // -(-dim // 64)  # kChunk
+        tiles, warps = in_tiles(keys_in_tiles(forward)) // ROWS, self.warps(forward)
         while tiles * (dim // columns) < warps and columns % 32 == 0:
             columns //= 2  # columns_of_job()
-        jobs = tiles * (dim // columns)
-        return -(-jobs // warps) * (columns // 8) * 16 * 32 * warps
+        return -(-tiles * (dim // columns) // warps) * (columns // 8)
 
-    def head_bytes(self, forward: AttentionProblem) -> int:
+    def _keeps_in_registers(self, forward):
+        """kInRegisters of the kernel."""
+        kept = 4 * sum(self._kept(forward, n) for n in dims(forward))
+        is_kept = self.sums_tiles(forward)
+        return is_kept and keys_in_tiles(forward) + kept <= _MOST_NUMBERS
+
+    def head_bytes(self, forward: AttentionProblem, stages: int = 1) -> int:
         """The size of smem_t of attention/sm80/short_backward.cu."""
         itemsize = ITEMSIZE[forward.dtype]
         queries, keys = self.block_m(forward), keys_in_tiles(forward)
-        rows = sum(matrix_bytes(queries + keys, n, itemsize) for n in dims(forward))
+        rows = sum(
+            matrix_bytes(stages * queries + keys, n, itemsize) for n in dims(forward)
+        )
         weights = matrix_bytes(queries, in_tiles(keys), itemsize)
         grouped = self.sums_tiles(forward)
         reused = min(matrix_bytes(keys, n, itemsize) for n in dims(forward))
         if itemsize == 4 and not grouped and weights <= reused:
             weights = 0  # where k and v were
         warps = self.warps(forward)
-        # dk and dv of the tiles of queries before, in float32.
+        # dk and dv of the tiles of queries before.
         kept = sum(self._kept(forward, n) for n in dims(forward)) if grouped else 0
-        return rows + 2 * weights + 16 * warps + kept
+        if self._keeps_in_registers(forward):
+            kept = 0
+        return rows + 2 * weights + 16 * warps + 16 * 32 * warps * kept
+
+    def _registers(self, forward, device):
+        """Registers of a thread."""
+        if forward.group_size > 1 and forward.seqlen_q <= short_forward.MOST_QUERIES:
+            return MOST_REGISTERS
+        sides = *dims(forward), self.block_m(forward), keys_in_tiles(forward)
+        return most_registers(self.registers, max(sides), forward, device)
+
+    def stages(self, forward: AttentionProblem, device: Device) -> int:
+        """Tiles of queries on chip: two, the next one too, if that costs no block."""
+        if not self._keeps_in_registers(forward):
+            return 1
+        registers = self._registers(forward, device)
+        of_registers = most_blocks(self.warps(forward), registers)
+
+        def blocks(stages):
+            size = self.head_bytes(forward, stages) + _SYSTEM_BYTES
+            return min(of_registers, (device.smem_optin + _SYSTEM_BYTES) // size)
+
+        return 2 if blocks(2) >= max(1, blocks(1)) else 1
 
     def config(
         self, forward: AttentionProblem, batch_dims: int, device: Device
     ) -> LaunchConfig:
         """The launch of the kernel that computes all gradients."""
-        queries, keys = self.block_m(forward), keys_in_tiles(forward)
-        largest = max(*dims(forward), queries, keys)
-        registers = MOST_REGISTERS
-        if forward.group_size == 1 or forward.seqlen_q > short_forward.MOST_QUERIES:
-            registers = most_registers(self.registers, largest, forward, device)
+        stages = self.stages(forward, device)
         return short_forward.config(
             "attention/sm80/short_backward.cu",
             "attention_vjp_mma_short",
@@ -140,10 +169,11 @@ class MmaShortVjpKernel(BackwardSpec):
             batch_dims,
             num_kv_heads(forward),
             self.warps(forward),
-            self.head_bytes(forward),
-            registers,
-            BLOCK_M=queries,
+            self.head_bytes(forward, stages),
+            self._registers(forward, device),
+            BLOCK_M=self.block_m(forward),
             GROUPED=int(self.sums_tiles(forward)),
+            **({"STAGES": stages} if stages > 1 else {}),
             GRAD_T=CUDA_TYPES[forward.dtype],
         )
 

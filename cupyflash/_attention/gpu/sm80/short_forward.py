@@ -108,6 +108,11 @@ def most_registers(
     return by_threshold(ladders[ITEMSIZE[problem.dtype]], largest)
 
 
+def most_blocks(warps: int, registers: int) -> int:
+    """How many blocks have so many registers per thread at once, or 1."""
+    return max(1, _REGISTERS // (32 * warps * registers))
+
+
 def config(
     source: str,
     entry: str,
@@ -132,7 +137,7 @@ def config(
         "HEAD_DIM_V": dim_v,
         "BLOCK_N": keys_in_tiles(problem),
         "WARPS": warps,
-        "MIN_BLOCKS": max(1, _REGISTERS // (num_threads * registers)),
+        "MIN_BLOCKS": most_blocks(warps, registers),
         **more,
     }
     return launch_config(
@@ -163,9 +168,15 @@ class MmaShortKernel(spec.ForwardSpec):
         return (
             unsupported_reason(problem, device, MOST_COUNTED, most_keys, DIMS[-1])
             or too_many(self.counts(problem, device))
-            or refuse_few_blocks(self._num_blocks(problem), device)
+            or self._refuse_few_blocks(problem, device)
             or spec.refuse_smem(self.head_bytes(problem), device)
         )
+
+    def _refuse_few_blocks(self, problem, device):
+        """Parts of the queries in float32 are as many blocks as other rows have."""
+        if problem.dtype == "float32" and self.splits_queries(problem):
+            return None
+        return refuse_few_blocks(self._num_blocks(problem, device), device)
 
     def _most_keys(self, problem):
         """The most keys that pay off."""
@@ -195,11 +206,18 @@ class MmaShortKernel(spec.ForwardSpec):
         """Tiles of queries of a head of k and v."""
         return problem.group_size * in_tiles(problem.seqlen_q) // ROWS
 
-    def _num_blocks(self, problem):
+    def _tiles_of_block(self, problem, device):
+        """As many as pay off, or one for each warp if blocks would be too few."""
+        blocks = -(-self._num_tiles(problem) // self.tiles_of_block)
+        fills = num_kv_heads(problem) * blocks >= device.num_sms
+        return self.tiles_of_block if fills else _MOST_WARPS
+
+    def _num_blocks(self, problem, device):
         heads = num_kv_heads(problem)
         if not self.splits_queries(problem):
             return heads
-        return heads * -(-self._num_tiles(problem) // self.tiles_of_block)
+        tiles = self._tiles_of_block(problem, device)
+        return heads * -(-self._num_tiles(problem) // tiles)
 
     def warps(self, problem: AttentionProblem) -> int:
         """Warps of a block: one per 16 queries, up to 4."""
@@ -218,20 +236,22 @@ class MmaShortKernel(spec.ForwardSpec):
         keys = keys_in_tiles(problem)
         if max(dims(problem)) > _NARROW:  # wide heads take the registers of many keys
             keys = max(keys, _NARROW)
-        splits = self.splits_queries(problem)
+        splits, tiles = self.splits_queries(problem), self._num_tiles(problem)
+        if splits:
+            tiles = self._tiles_of_block(problem, device)
         return (
             config(
                 "attention/sm80/short_forward.cu",
                 "attention_mma_short",
                 problem,
                 batch_dims,
-                self._num_blocks(problem),
+                self._num_blocks(problem, device),
                 self.warps(problem),
                 self.head_bytes(problem),
                 most_registers(self.registers, keys, problem, device),
                 **if_on(
-                    TILES_OF_BLOCK=splits and self.tiles_of_block,
-                    LOADS_AHEAD=splits or self._num_tiles(problem) > _MOST_WARPS,
+                    TILES_OF_BLOCK=splits and tiles,
+                    LOADS_AHEAD=tiles > _MOST_WARPS,
                 ),
             ),
         )

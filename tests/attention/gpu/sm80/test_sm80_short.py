@@ -128,6 +128,37 @@ def test_blocks_have_parts_of_the_queries(queries, blocks):
     assert dict(gradients.variant.defines)["BLOCK_M"] == "64"
 
 
+@pytest.mark.parametrize(("entries", "tiles"), [(1, 4), (32, 4), (65, 4), (66, 16)])
+def test_parts_are_small_where_blocks_would_be_too_few(entries, tiles):
+    """A block for each of 132 multiprocessors, or one tile of 16 for each warp."""
+    asked = problem("float32", 64, 512, 32, num_heads=entries, num_kv_heads=entries)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, device())
+    assert row is MMA_SHORT
+    (config,) = MMA_SHORT.configs(asked, 1, device())
+    assert config.num_blocks == entries * 32 // tiles
+    defines = dict(config.variant.defines)
+    assert defines["TILES_OF_BLOCK"] == str(tiles)
+    assert ("LOADS_AHEAD" in defines) == (tiles > 4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "keys", "stages"),
+    [
+        ("float16", 64, 32, 2),
+        ("float32", 64, 32, 1),
+        ("float32", 64, 64, 1),
+        ("float32", 128, 32, 1),
+    ],
+)
+def test_gradients_hold_the_next_tile_unless_blocks_are_fewer(
+    dtype, head_dim, keys, stages
+):
+    asked = problem(dtype, head_dim, 512, keys)
+    assert MMA_SHORT_VJP.stages(asked, device()) == stages
+    assert MMA_SHORT_VJP.head_bytes(asked, stages) <= device().smem_optin
+    assert MMA_SHORT_VJP.stages(problem(dtype, head_dim), device()) == 1
+
+
 @pytest.mark.parametrize(
     ("dtype", "queries", "dim", "options", "keys"),
     [
@@ -263,6 +294,17 @@ def test_query_heads_of_a_group(cupy, rng, dtype, heads, size):
 @pytest.mark.parametrize("size", FEW_KEYS)
 def test_few_keys(cupy, rng, dtype, size):
     check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_keys_of_few_entries(cupy, rng, dtype):
+    """Blocks of four tiles, one for each warp; the last has one."""
+    size = 260, 3, 32, 32
+    q, k, v, _ = inputs(rng, dtype, (3, 2, 260, 32), (3, 2, 3, 32), 32)
+    told = cupyflash.explain("attention", *(place(cupy, x) for x in (q, k, v)))
+    assert (told.kernel == "mma_short") == (dtype == "float32" or num_sms(cupy) <= 30)
+    agree(cupy, *inputs(rng, dtype, q.shape, k.shape, size[-1]), causal=True)
 
 
 @pytest.mark.gpu

@@ -268,11 +268,11 @@ class Direct(entries.Direct):
         q, s = self._scores_of_matrices(q, k, bias)
         lse = lse.reshape(() if self._has_one_row else (of_q[0], 1))
         p = np.exp(np.subtract(s, lse, s), s)
-        sums = self._sums_of_matrices(p)
+        sums = row_sums(p) if self._side_by_side else self._sums_of_matrices(p)
         off = np.subtract(sums, self._one).ravel()
         if not off.dot(off) <= self._may_be_off**2:
             return None
-        ds = dout.dot(v.reshape(of_v).T)
+        ds = self._product_of_matrices(dout, v.reshape(of_v))
         _subtract_delta_of_matrices(p, ds, sums)
         np.multiply(ds, p, ds)
         dq, dk, dv = self._times_values(ds, k), ds.T.dot(q), p.T.dot(dout)
@@ -502,8 +502,8 @@ def _subtract_delta_of_matrices(p, dp, sum_p):
         np.subtract(dp, p.dot(dp), dp)
         np.subtract(dp, p.dot(dp) / sum_p[()], dp)
         return
-    np.subtract(dp, np.vecdot(p, dp, keepdims=True), dp)
-    lack = np.vecdot(p, dp, keepdims=True)
+    np.subtract(dp, _row_products(p, dp), dp)
+    lack = _row_products(p, dp)
     np.subtract(dp, np.divide(lack, sum_p, lack), dp)
 
 

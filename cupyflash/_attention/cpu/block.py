@@ -299,40 +299,38 @@ def offset_of(problem, operands):
     return max(-FAR, min(problem.query_offset, FAR))
 
 
-def product(a, b, out=None, by_two=False, rows=None):
+def product(a, b, out=None, by_two=False, cut=None):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
     In float32 the error of such a sum grows with the number of its terms. Few blocks
     are added up as they are; of many, float32 ones are in float64, and float64 ones in
-    runs. `by_two`: two threads share the blocks. `rows`: of the entry, if `a` can have
-    a part of them.
+    runs. `by_two`: two threads share the blocks. With a `cut`, `a` has all rows of an
+    entry or those of one thread.
     """
-    own_rows, terms = a.shape[-2:]
+    rows, terms = a.shape[-2:]
     columns = b.shape[-1]
     if terms == 1 and columns >= _WIDE:  # BLAS takes three times as long
         return np.multiply(a, b, out)
-    is_cut = rows is not None
-    work = own_rows * terms * columns
-    if work <= pieces.MOST and terms <= LONGEST_SUM and not is_cut:
+    if rows * terms * columns <= pieces.MOST and terms <= LONGEST_SUM and cut is None:
         return np.matmul(a, b, out)
-    longest = pieces.terms_of_a_sum(rows or own_rows, columns, LONGEST_SUM)
-    if terms <= (longest if own_rows > 1 else _LONGEST_SUM_OF_A_VECTOR):
-        return pieces.multiply(a, b, out, is_cut)
+    longest = pieces.terms_of_a_sum(cut.rows if cut else rows, columns, LONGEST_SUM)
+    if terms <= (longest if rows > 1 else _LONGEST_SUM_OF_A_VECTOR):
+        return pieces.multiply(a, b, out, cut)
     size = LONGEST_SUM if terms > LONGEST_SUM else longest
     num_blocks, rest = divmod(terms, size)
     rest_of_sum = None
     if rest:
         whole = terms - rest
-        rest_of_sum = product(a[..., whole:], b[..., whole:, :], rows=rows)
+        rest_of_sum = product(a[..., whole:], b[..., whole:, :], cut=cut)
         a, b = a[..., :whole], b[..., :whole, :]
     a, b = _blocks(a, b, size)
     if by_two and num_blocks > 1:
         total = np.empty((*a.shape[:-1], columns), a.dtype)
         halves = slice(0, -(-num_blocks // 2)), slice(-(-num_blocks // 2), None)
         parts = ([x[..., i, :, :] for x in (a, b, total)] for i in halves)
-        on_two_threads(_products_of_blocks, *((*x, longest, is_cut) for x in parts))
+        on_two_threads(_products_of_blocks, *((*x, longest, cut) for x in parts))
     else:
-        total = _products_of_blocks(a, b, None, longest, is_cut)
+        total = _products_of_blocks(a, b, None, longest, cut)
     if num_blocks <= BLOCKS_OF_A_RUN:
         total = np.add.reduce(total, -3, None, out)
     else:
@@ -355,11 +353,11 @@ def _blocks(a, b, size):
     return a, b.reshape(*b.shape[:-2], -1, size, b.shape[-1])
 
 
-def _products_of_blocks(a, b, out, longest, is_cut):
+def _products_of_blocks(a, b, out, longest, cut):
     """a @ b, whose terms are at most LONGEST_SUM, in sums of up to `longest`."""
     if a.shape[-1] <= longest or a.shape[-2] == 1:
-        return pieces.multiply(a, b, out, is_cut)
-    terms = pieces.multiply(*_blocks(a, b, longest), None, is_cut)
+        return pieces.multiply(a, b, out, cut)
+    terms = pieces.multiply(*_blocks(a, b, longest), None, cut)
     return np.add.reduce(terms, -3, None, out)
 
 

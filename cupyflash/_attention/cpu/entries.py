@@ -193,9 +193,13 @@ def cut_of(problem):
     return size if size < rows - 1 and is_cut_alike(problem, size) else 0
 
 
-def _is_cut(problem):
-    """Whether an entry alone is cut where one of many is not."""
-    return cut_of(problem) not in (0, _rows_of_a_box(problem))
+def _cut_if_alone(problem):
+    """Where an entry alone is cut and one of many is not, or None."""
+    cut, rows = cut_of(problem), problem.seqlen_q
+    # A smaller box is cut already.
+    if cut == 0 or cut == _rows_of_a_box(problem):
+        return None
+    return pieces.Cut(rows, min(cut, rows - cut))
 
 
 def halves_of(problem):
@@ -306,11 +310,12 @@ def _is_square(q, k):
     return q.shape[-2] == k.shape[-2] and np.may_share_memory(q, k)
 
 
-def _weigh(s, v, o, sink, hides, ones, by_two, rows):
+def _weigh(s, v, o, sink, hides, ones, by_two, cut):
     """(P v, maxima, sums, divisors) of the rows of s, which becomes exp(s - maximum).
 
     P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
-    divisors are None where s has become P itself. `rows`: of the entry, if it is cut.
+    divisors are None where s has become P itself. With a `cut`, these are all rows of
+    an entry or those of one thread.
     """
     if s.shape[-1] == 1 and sink is None and not hides:  # 1, or NaN
         base = s.copy()
@@ -329,8 +334,8 @@ def _weigh(s, v, o, sink, hides, ones, by_two, rows):
         np.add(d, np.exp(sink - base), out=d)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
     if p.shape[-1] < v.shape[-1]:
-        return product(np.divide(p, divisor, p), v, o, by_two, rows), base, d, None
-    o = product(p, v, o, by_two, rows)
+        return product(np.divide(p, divisor, p), v, o, by_two, cut), base, d, None
+    o = product(p, v, o, by_two, cut)
     return np.divide(o, divisor, o), base, d, divisor
 
 
@@ -414,8 +419,7 @@ class Direct:
         self._by_two = whole is None and shares_products(problem)
         whole = whole or problem
         self._halves_keys = halves_keys(whole)
-        # Of the products that a batch makes; a box that is cut has parts of its own.
-        self._rows_if_cut = whole.seqlen_q if _is_cut(whole) else None
+        self._cut = _cut_if_alone(whole)
         self._has_few_scores = problem.seqlen_q * problem.seqlen_k <= _FEW_SCORES
         self._ones = _ones_of(whole)
         self._factor = np.asarray(scale_of(problem))
@@ -424,7 +428,9 @@ class Direct:
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
         self._side_by_side = _lies_side_by_side(whole)
-        self._cuts = _cuts_of(problem) if whole is problem else [slice(None)]
+        self._cuts = [slice(None)]
+        if whole is problem:
+            self._cuts = _cuts_of(problem, self._cut)
         self._layout = problem.layout
         self._out_shape, self._lse_shape = problem.out_shape, problem.lse_shape
         # The axes of the heads of k and v, and of the heads of a group; or one for all.
@@ -490,7 +496,7 @@ class Direct:
         return (
             math.prod(problem.batch) * problem.num_heads == 1
             and keys > 1
-            and (rows == 1 or (few and not self._side_by_side))
+            and (rows == 1 or few)
             and not (self._halves or self._may_hide or problem.has_functions)
             and not (problem.softcap or problem.sinks or problem.alibi_slopes)
             and not problem.query_lengths
@@ -562,7 +568,7 @@ class Direct:
             sinks = self._sinks(sinks)
         o, base, d, _ = _weigh(
             s, v, values, sinks, self._may_hide, self._ones, self._by_two,
-            self._rows_if_cut,
+            self._cut,
         )  # fmt: skip
         if out is None:
             out = o
@@ -610,20 +616,27 @@ class Direct:
             q = np.multiply(q, self._factor)
         elif self._may_be_square and np.may_share_memory(q, k):
             q = q.copy()
-        s = q.dot(k.T)
+        s = self._product_of_matrices(q, k)
         if not self._folds:
             np.multiply(s, self._factor, s)
-        if bias is not None:
+        if self._side_by_side and bias is not None:
+            _add_side_by_side(s, _matrix(bias))
+        elif bias is not None:
             np.add(s, _matrix(bias), s)
         if self._hidden is not None:
             np.add(s, self._hidden, s)
         return q, s
 
+    def _product_of_matrices(self, a, b):
+        """a b^T, one number a score."""
+        return b.dot(a.T).T if self._side_by_side else a.dot(b.T)
+
     def _sums_of_matrices(self, p):
         """The sums of rows."""
-        if self._has_one_row:
-            return np.add.reduce(p, -1, None, None, True).reshape(())
-        return p.dot(self._ones)
+        if self._ones is not None:
+            return p.dot(self._ones)
+        sums = np.add.reduce(p, -1, None, None, True)
+        return sums.reshape(()) if self._has_one_row else sums
 
     def _products(self, q, k):
         """(q as it is multiplied, scale * q k^T)."""
@@ -641,12 +654,12 @@ class Direct:
         if self._halves_keys:
             shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
             s = np.empty((*shape, self._rows.size, self._keys.size), self._dtype)
-            multiply_by_halves(a, b, s, self._rows_if_cut, self._by_two)
+            multiply_by_halves(a, b, s, self._cut, self._by_two)
             return s
+        if self._has_few_scores:  # one piece
+            return np.matmul(b, a.mT).mT if self._side_by_side else np.matmul(a, b.mT)
         if not self._side_by_side:
-            if self._has_few_scores:  # one piece
-                return np.matmul(a, b.mT)
-            return multiply_transposed(a, b, None, self._rows_if_cut)
+            return multiply_transposed(a, b, None, self._cut)
         if len(self._cuts) == 1:
             return multiply_transposed(b, a).mT
         shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), self._keys.size)
@@ -722,12 +735,11 @@ class Direct:
         return x.reshape(shape[:at] + heads + shape[at + 1 :])
 
 
-def _cuts_of(problem):
+def _cuts_of(problem, cut):
     """Rows whose products BLAS makes at a time."""
-    cut = cut_of(problem)
-    # A smaller box is cut already.
-    if cut and cut != _rows_of_a_box(problem) and _lies_side_by_side(problem):
-        return slice(0, cut), slice(cut, None)
+    if cut is not None and _lies_side_by_side(problem):
+        place = cut_of(problem)
+        return slice(0, place), slice(place, None)
     return [slice(None)]
 
 
@@ -754,15 +766,16 @@ def shares_products(problem):
     )
 
 
-def multiply_by_halves(q, k, s, rows, by_two):
+def multiply_by_halves(q, k, s, entry_cut, by_two):
     """Store q k^T in `s`, half of the keys at a time, or on each of two threads.
 
-    `rows`: of the entry, if `q` can have a part of them.
+    With an `entry_cut`, `q` has all rows of an entry or those of one thread.
     """
     cut, terms = k.shape[-2] // 2, k.shape[-1]
-    cut -= cut % (columns_of_a_piece(rows or q.shape[-2], terms, cut) or 1)
+    rows = entry_cut.rows if entry_cut else q.shape[-2]
+    cut -= cut % (columns_of_a_piece(rows, terms, cut) or 1)
     parts = [
-        (q, k[..., keys, :], s[..., keys], rows)
+        (q, k[..., keys, :], s[..., keys], entry_cut)
         for keys in (slice(0, cut), slice(cut, None))
     ]
     if by_two:
@@ -827,10 +840,10 @@ class Entries:
         self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
         self._side_by_side = _lies_side_by_side(problem)
-        self._cuts = _cuts_of(problem)
+        self._cut = _cut_if_alone(problem)
+        self._cuts = _cuts_of(problem, self._cut)
         self._halves_keys = halves_keys(problem)
         self._by_two = shares_products(problem)
-        self._rows_if_cut = problem.seqlen_q if _is_cut(problem) else None
         self._ones = _ones_of(problem)
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
@@ -883,7 +896,7 @@ class Entries:
         ones = None if self._ones is None else self._ones[: last - first]
         _, base, d, divisor = _weigh(
             s, v, o, sink, self._hides or last == first, ones, self._by_two,
-            self._rows_if_cut,
+            self._cut,
         )  # fmt: skip
         if not is_finite(o):
             self._repair(box, o, s, v, divisor)
@@ -913,7 +926,7 @@ class Entries:
         shape = (*q.shape[:-1], k.shape[-2])
         s = self._matrices(scratch, "s", shape, self.dtype)
         if self._halves_keys:
-            multiply_by_halves(q, k, s, self._rows_if_cut, self._by_two)
+            multiply_by_halves(q, k, s, self._cut, self._by_two)
         for cut in [] if self._halves_keys else self._cuts:
             if self._side_by_side:
                 multiply_transposed(k, q[..., cut, :], s[..., cut, :].mT)

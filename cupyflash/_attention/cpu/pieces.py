@@ -8,6 +8,7 @@ pieces depend on the sizes of an entry alone.
 """
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,16 @@ FEW_ROWS = 32
 ROWS = 24
 # Terms of a piece, and its columns, are a multiple of these.
 _FEWEST_OF_A_SUM, _COLUMNS = 64, 16
-# Multiply-adds from which pieces of rows are worth the time to make them.
-_WORTH_PIECES = 3_000_000
+# From where on pieces are worth the time to make them: multiply-adds in pieces of rows,
+# and numbers of b in pieces of a b^T.
+_WORTH_ROWS, _WORTH_COLUMNS = 3_000_000, 16_000
+
+
+class Cut(NamedTuple):
+    """An entry that two threads share if it is alone."""
+
+    rows: int  # all
+    fewest: int  # of one thread
 
 
 @functools.cache
@@ -47,6 +56,7 @@ def columns_of_a_piece(rows, terms, columns):
     if (
         not 1 < rows <= FEW_ROWS
         or rows * columns <= _MOST_RESULTS
+        or columns * terms < _WORTH_COLUMNS
         or terms < _FEWEST_TERMS
         or not has_small_kernels()
     ):
@@ -55,11 +65,11 @@ def columns_of_a_piece(rows, terms, columns):
     return size if size < columns else 0
 
 
-def multiply_transposed(a, b, out=None, rows=None):
-    """a b^T; `rows`: of the entry, if `a` has a part of them."""
+def multiply_transposed(a, b, out=None, cut=None):
+    """a b^T; with a `cut`, `a` has all rows or those of one thread."""
     own_rows, terms = a.shape[-2:]
     columns = b.shape[-2]
-    size = columns_of_a_piece(rows or own_rows, terms, columns)
+    size = columns_of_a_piece(cut.rows if cut else own_rows, terms, columns)
     if not size:
         return np.matmul(a, b.mT, out)
     if out is None:
@@ -75,12 +85,16 @@ def multiply_transposed(a, b, out=None, rows=None):
     return out
 
 
-def multiply(a, b, out=None, is_cut=False):
-    """a @ b; `is_cut`: rows can be a part of those of an entry."""
+def multiply(a, b, out=None, cut=None):
+    """a @ b; with a `cut`, `a` has all rows or those of one thread."""
     rows, terms = a.shape[-2:]
     columns = b.shape[-1]
+    if cut is None:
+        is_whole = rows * terms * columns <= _WORTH_ROWS
+    else:  # BLAS might copy the operands for some of the rows alone
+        is_whole = cut.fewest * terms * columns > MOST
     if (
-        (rows * terms * columns <= _WORTH_PIECES and not is_cut)
+        is_whole
         or rows <= ROWS + 1
         or ROWS * terms * columns > MOST
         or min(terms, columns) == 1

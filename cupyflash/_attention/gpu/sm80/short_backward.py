@@ -49,6 +49,9 @@ class MmaShortVjpKernel(BackwardSpec):
     registers: dict[int, dict[float, int]]
     few_keys: dict[int, int]
     most_keys: int = 112  # more spill
+    # Keys in tiles that spill in float32, and the devices from which on.
+    spilling_keys: int = 104
+    spills_from: tuple[int, int] = (10, 0)
     widest: int = 128
     # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
@@ -77,6 +80,9 @@ class MmaShortVjpKernel(BackwardSpec):
             )
         ):
             return "has too few registers for these options with such keys"
+        spills = keys_in_tiles(forward) == self.spilling_keys
+        if spills and forward.dtype == "float32" and device.cc >= self.spills_from:
+            return f"has too few registers for {forward.seqlen_k} keys"
         if self.head_bytes(forward) > device.smem_optin:
             return (
                 f"{forward.seqlen_q} queries and {forward.seqlen_k} keys of "

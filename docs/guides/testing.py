@@ -256,7 +256,7 @@ print("\n".join(failed) or "none")
 #
 # * *float64 products on NumPy with the AVX-512 kernels of OpenBLAS* add up to 512 terms
 #   one after another: 511 terms of one sign were off by 10.3 units in the last place,
-#   where 8 are allowed. ``test_products_of_many_terms[40-511-float64]`` fails there, and
+#   where 8 are allowed. ``test_products_of_many_terms[40-511-float64]`` fails there. It
 #   passes with the kernels for AVX2 (``OPENBLAS_CORETYPE=Haswell``).
 #
 # * *float32 gradients computed in parts* lack digits where all the larger weights of a

@@ -1,6 +1,7 @@
 """Attention and softmax on a GPU over the whole landscape of shapes.
 
     python benchmarks/bench_landscape_gpu.py
+    python benchmarks/bench_landscape_gpu.py --gradients
     python benchmarks/bench_landscape_gpu.py --draw     # the picture alone, of the file
 
 A cell is a shape with a dtype and an option. Its ratio is the time of the fastest
@@ -10,6 +11,7 @@ and a softmax; ``softmax``. For softmax the time of a copy of the same bytes sta
 beside it, which is the limit of memory. A turn is some calls one after the other and a
 wait for the last, so that what the host needs counts wherever it is more than what the
 device needs.
+`--gradients` does the same for attention_vjp, softmax_vjp and logsumexp.
 `--add` keeps the cells of the file and measures others alone, `--limit` ends after so
 many seconds: so it can go piece by piece. Several cards share it by `--part 1/4` and so
 on, each with a file of its own, which `--join` puts together.
@@ -34,6 +36,7 @@ import cupyflash
 from cupyflash._cli import console
 
 REPORT = timing.RESULTS / "landscape_h100.json"
+REPORT_OF_GRADIENTS = timing.RESULTS / "landscape_vjp_h100.json"
 # What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
 _MOST_WORK = {"float16": 2e12, "float32": 2e11}
 _MOST_NUMBERS = 3e8
@@ -41,7 +44,7 @@ _MOST_SCORES = 1 << 26  # up to which the formula is tried
 _TURN_SECONDS = 2e-3
 _SAVE_SECONDS = 5  # between two times that the rows so far are written
 _COMPILING_SHARE = 0.4  # of --limit
-# Largest difference to torch's results, of numbers about 1.
+# Largest difference to torch's results, as a share of the largest number or of 1.
 _MOST_OFF = {"float16": 1e-2, "float32": 1e-2, "float64": 1e-11}
 NUM_WORST = 20
 
@@ -56,17 +59,18 @@ class Attention:
     head_dim: int
     dtype: str
     option: str
+    function = "attention"
 
     @property
     def name(self):
         """As it is listed."""
         shape = f"{self.batch} x {self.queries} x {self.keys} x {self.head_dim}"
-        return f"attention {shape} {self.dtype} {self.option}"
+        return f"{self.function} {shape} {self.dtype} {self.option}"
 
     @property
     def panel(self):
         """The part of the picture that it belongs to, its line and its column there."""
-        title = f"attention, d = {self.head_dim}, {self.dtype}, {self.option}"
+        title = f"{self.function}, d = {self.head_dim}, {self.dtype}, {self.option}"
         return title, f"{self.batch} x {self.queries}", self.keys
 
     @property
@@ -100,27 +104,76 @@ class Attention:
     def others(self, torch, cupy, arrays):
         """Those of others by name, and what of the results is compared."""
         q, k, v, *bias = (timing.to_torch(torch, x) for x in arrays)
-        options = {"attn_mask": bias[0]} if bias else {}
-        if self.option == "causal":
-            if self.queries == self.keys:
-                options = {"is_causal": True}  # torch's begins at the first key
-            else:
-                seen = torch.ones(self.queries, self.keys, device="cuda").bool()
-                options = {"attn_mask": seen.tril(self.keys - self.queries)}
+        options = {"attn_mask": bias[0]} if bias else self.causal_of(torch)
         sdpa = torch.nn.functional.scaled_dot_product_attention
         # Rows that see no key: zeros here, NaN there.
         blind = max(0, self.queries - self.keys) if self.option == "causal" else 0
         compared = np.s_[:8, :, blind:]
         found = {"torch": lambda: sdpa(q, k, v, **options)}
-        if self.batch * self.queries * self.keys <= _MOST_SCORES:
-            hidden = None
-            if self.option == "causal":
-                shape = self.queries, self.keys
-                hidden = torch.ones(shape, device="cuda", dtype=torch.bool)
-                hidden = hidden.triu(1 + self.keys - self.queries)
-            added = bias[0] if bias else None
-            found["formula"] = lambda: _formula(torch, q, k, v, added, hidden)
+        if self.has_formula:
+            hidden, added = self.hidden(torch), bias[0] if bias else None
+            found["formula"] = lambda: _weights(torch, q, k, added, hidden) @ v
         return found, compared
+
+    @property
+    def has_formula(self):
+        """Whether its scores are few enough to be tried."""
+        return self.batch * self.queries * self.keys <= _MOST_SCORES
+
+    def causal_of(self, torch):
+        """The option of torch for the causal mask, if there is one."""
+        if self.option != "causal":
+            return {}
+        if self.queries == self.keys:
+            return {"is_causal": True}  # torch's begins at the first key
+        seen = torch.ones(self.queries, self.keys, device="cuda").bool()
+        return {"attn_mask": seen.tril(self.keys - self.queries)}
+
+    def hidden(self, torch):
+        """The scores that the causal mask hides, or None."""
+        if self.option != "causal":
+            return None
+        shape = self.queries, self.keys
+        hidden = torch.ones(shape, device="cuda", dtype=torch.bool)
+        return hidden.triu(1 + self.keys - self.queries)
+
+
+class AttentionVjp(Attention):
+    """Its gradients, from dout to dq, dk and dv."""
+
+    function = "attention_vjp"
+
+    @property
+    def affordable(self):
+        """As of attention; torch has NaN for queries that see no key."""
+        is_blind = self.option == "causal" and self.queries > self.keys
+        return super().affordable and not is_blind
+
+    def arrays(self, cupy, fill=True):
+        """q, k, v and dout."""
+        q = _array(cupy, (self.batch, 1, self.queries, self.head_dim), self.dtype, fill)
+        return [*super().arrays(cupy, fill), q]
+
+    def own(self, arrays):
+        """The call of cupyflash, with out and lse of a call before."""
+        q, k, v, dout = arrays
+        causal = self.option == "causal"
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        vjp = cupyflash.attention_vjp
+        return lambda: vjp(dout, q, k, v, out, lse, causal=causal)[:3]
+
+    def others(self, torch, cupy, arrays):
+        """torch's backward, and the formula with the weights of a call before."""
+        q, k, v, dout = (timing.to_torch(torch, x) for x in arrays)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        out = sdpa(*inputs, **self.causal_of(torch))
+        grad = torch.autograd.grad
+        found = {"torch": lambda: grad(out, inputs, dout, retain_graph=True)}
+        if self.has_formula:
+            p = _weights(torch, q, k, None, self.hidden(torch))
+            found["formula"] = lambda: _gradients(dout, q, k, v, p)
+        return found, np.s_[:8]
 
 
 @dataclass(frozen=True)
@@ -131,18 +184,19 @@ class Softmax:
     columns: int
     axis: int
     dtype: str
+    function = "softmax"
 
     @property
     def name(self):
         """As it is listed."""
         along = "rows" if self.axis else "columns"
-        return f"softmax of {along} {self.rows} x {self.columns} {self.dtype}"
+        return f"{self.function} of {along} {self.rows} x {self.columns} {self.dtype}"
 
     @property
     def panel(self):
         """As of attention."""
         along = "rows" if self.axis else "columns"
-        return f"softmax of {along}, {self.dtype}", self.rows, self.columns
+        return f"{self.function} of {along}, {self.dtype}", self.rows, self.columns
 
     @property
     def affordable(self):
@@ -170,6 +224,54 @@ class Softmax:
         }, np.s_[:]
 
 
+class SoftmaxVjp(Softmax):
+    """Its gradients, from y and dy to dx."""
+
+    function = "softmax_vjp"
+
+    def arrays(self, cupy, fill=True):
+        """y and dy; to both sides y may be any numbers."""
+        return super().arrays(cupy, fill) + super().arrays(cupy, fill)
+
+    def own(self, arrays):
+        """The call of cupyflash."""
+        y, dy = arrays
+        return lambda: cupyflash.softmax_vjp(y, dy, self.axis)
+
+    def others(self, torch, cupy, arrays):
+        """What torch's autograd calls."""
+        y, dy = (timing.to_torch(torch, x) for x in arrays)
+        vjp = torch._softmax_backward_data
+        return {"torch": lambda: vjp(dy, y, self.axis, y.dtype)}, np.s_[:]
+
+
+class LogSumExp(Softmax):
+    """The logarithm of the sum of its exponentials."""
+
+    function = "logsumexp"
+
+    def own(self, arrays):
+        """The call of cupyflash."""
+        (x,) = arrays
+        return lambda: cupyflash.logsumexp(x, self.axis)
+
+    def others(self, torch, cupy, arrays):
+        """torch's."""
+        x = timing.to_torch(torch, arrays[0])
+        return {"torch": lambda: torch.logsumexp(x, self.axis)}, np.s_[:]
+
+
+_SIZES = (1, 32, 512, 4096)
+_SHAPES = tuple(itertools.product((1, 32, 1024), _SIZES, _SIZES))
+_MATRICES = tuple(
+    (rows, columns, axis, dtype)
+    for rows in (1, 32, 1024, 8192, 1 << 18)
+    for columns in (16, 128, 1000, 8192, 1 << 17, 1 << 20)
+    for axis in (1, 0)
+    for dtype in ("float16", "float32", "float64")
+)
+
+
 def cells():
     """All that are measured."""
     kinds = (
@@ -178,29 +280,47 @@ def cells():
         (64, "float16", "causal"),
         (64, "float16", "bias"),
     )
-    sizes = (1, 32, 512, 4096)
-    shapes = itertools.product((1, 32, 1024), sizes, sizes)
     found = [
-        Attention(*shape, *kind) for shape, kind in itertools.product(shapes, kinds)
+        Attention(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)
     ]
-    found += [
-        Softmax(rows, columns, axis, dtype)
-        for rows in (1, 32, 1024, 8192, 1 << 18)
-        for columns in (16, 128, 1000, 8192, 1 << 17, 1 << 20)
-        for axis in (1, 0)
-        for dtype in ("float16", "float32", "float64")
-    ]
+    found += [Softmax(*matrix) for matrix in _MATRICES]
     return [cell for cell in found if cell.affordable]
 
 
-def _formula(torch, q, k, v, bias, hidden):
-    """Attention as it is written down."""
+def gradient_cells():
+    """Those of --gradients."""
+    kinds = (
+        *((d, "float16", "plain") for d in (64, 128)),
+        (64, "float32", "plain"),
+        (64, "float16", "causal"),
+    )
+    found = [
+        AttentionVjp(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)
+    ]
+    found += [kind(*matrix) for kind in (SoftmaxVjp, LogSumExp) for matrix in _MATRICES]
+    return [cell for cell in found if cell.affordable]
+
+
+def _by_name():
+    """All cells, in order."""
+    return {cell.name: cell for cell in (*cells(), *gradient_cells())}
+
+
+def _weights(torch, q, k, bias, hidden):
+    """The weights of attention as they are written down."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if bias is not None:
         scores += bias
     if hidden is not None:
         scores.masked_fill_(hidden, float("-inf"))
-    return torch.softmax(scores, -1) @ v
+    return torch.softmax(scores, -1)
+
+
+def _gradients(dout, q, k, v, p):
+    """dq, dk and dv as they are written down."""
+    dp = dout @ v.transpose(-1, -2)
+    ds = p * (dp - (dp * p).sum(-1)[..., None]) * q.shape[-1] ** -0.5
+    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ dout
 
 
 def _array(cupy, shape, dtype, fill):
@@ -266,14 +386,14 @@ def measure(cupy, torch, cell, seconds):
     arrays = cell.arrays(cupy)
     own = cell.own(arrays)
     others, compared = cell.others(torch, cupy, arrays)
-    expected = others["torch"]()
-    found = timing.to_torch(torch, own())
-    if found[compared].numel():
-        apart = found[compared].double() - expected[compared].double()
-        off = apart.abs().max().item()
-        if not off <= _MOST_OFF[cell.dtype]:
-            raise ValueError(f"results differ by {off:.1e}")
-    del expected, found
+    for found, expected in zip(_each(own()), _each(others["torch"]()), strict=True):
+        best = expected[compared].double()
+        if best.numel():
+            apart = timing.to_torch(torch, found)[compared].double() - best
+            off = apart.abs().max().item() / max(1, best.abs().max().item())
+            if not off <= _MOST_OFF[cell.dtype]:
+                raise ValueError(f"results differ by {off:.1e}")
+    found = expected = apart = best = None  # memory
     best = best_times(
         {"cupyflash": own, **others}, cupy.cuda.Device().synchronize, seconds
     )
@@ -287,16 +407,21 @@ def measure(cupy, torch, cell, seconds):
     return {"cell": cell.name, **facts, "seconds": best}
 
 
+def _each(results):
+    """A tuple of results, or the only one."""
+    return results if isinstance(results, tuple) else (results,)
+
+
 def merged(old, new):
     """Rows of two runs in the order of `cells`; the new one of a cell in both."""
     by_name = {row["cell"]: row for row in (*old, *new)}
-    order = {cell.name: number for number, cell in enumerate(cells())}
+    order = {name: number for number, name in enumerate(_by_name())}
     return sorted(by_name.values(), key=lambda row: order.get(row["cell"], len(order)))
 
 
 def panels(rows):
     """{title: {line: {column: ratio}}} of the picture."""
-    of_name = {cell.name: cell for cell in cells()}
+    of_name = _by_name()
     found = {}
     for row in rows:
         if cell := of_name.get(row["cell"]):
@@ -330,7 +455,7 @@ def draw(rows, path):
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
                 axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=7)
-        is_softmax = title.startswith("softmax")
+        is_softmax = not title.startswith("attention")
         axes.set_xticks(range(len(across)), across)
         axes.set_yticks(range(len(panel)), panel)
         axes.set_xlabel("columns" if is_softmax else "keys")
@@ -379,10 +504,13 @@ def main():
     parser.add_argument(
         "--draw", action="store_true", help="draw what the file has, and nothing else"
     )
+    parser.add_argument(
+        "--gradients", action="store_true", help="gradients and logsumexp instead"
+    )
     parser.add_argument("--part", type=timing.part_of_many, default=(1, 1))
     parser.add_argument("--join", nargs="+", type=Path, help="reports of parts")
-    parser.set_defaults(json=REPORT)
     args = parser.parse_args()
+    args.json = args.json or (REPORT_OF_GRADIENTS if args.gradients else REPORT)
     if args.join:
         parts = [json.loads(path.read_text(encoding="utf-8")) for path in args.join]
         rows = merged([], [row for one in parts for row in one["rows"]])
@@ -403,7 +531,8 @@ def main():
 
     end = time.perf_counter() + args.limit
     known = {row["cell"] for row in old}
-    asked = [c for c in cells() if args.only in c.name and c.name not in known]
+    every = gradient_cells() if args.gradients else cells()
+    asked = [c for c in every if args.only in c.name and c.name not in known]
     index, count = args.part
     asked = asked[index - 1 :: count]
     asked = asked[::2] + asked[1::2]  # so that a run cut short has seen all panels

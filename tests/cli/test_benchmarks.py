@@ -347,9 +347,14 @@ def test_the_picture_has_a_place_for_every_cell(script, tmp_path):
 
 def test_cells_of_the_gpu_are_known_by_name(script):
     landscape = script("bench_landscape_gpu")
-    cells = landscape.cells()
-    assert len({cell.name for cell in cells}) == len(cells)
+    cells, gradients = landscape.cells(), landscape.gradient_cells()
+    every = [*cells, *gradients]
+    assert len({cell.name for cell in every}) == len(every)
     assert {type(cell) for cell in cells} == {landscape.Attention, landscape.Softmax}
+    kinds = {landscape.AttentionVjp, landscape.SoftmaxVjp, landscape.LogSumExp}
+    assert {type(cell) for cell in gradients} == kinds
+    # torch has NaN there.
+    assert not landscape.AttentionVjp(1, 512, 32, 64, "float16", "causal").affordable
     assert not landscape.Attention(1024, 4096, 4096, 64, "float32", "plain").affordable
     assert not landscape.Softmax(1 << 18, 1 << 20, 0, "float16").affordable
 
@@ -373,6 +378,43 @@ def test_cells_of_the_gpu_call_what_they_say(script):
         cell = landscape.Softmax(4, 6, axis, "float64")
         expected = cupyflash.softmax(x, axis)
         np.testing.assert_array_equal(cell.own([x])(), expected)
+
+
+def test_gradients_of_the_gpu_call_what_they_say(script):
+    """The same; and the formula that stands beside attention_vjp is right."""
+    landscape = script("bench_landscape_gpu")
+    rng = np.random.default_rng(0)
+    for option in ("plain", "causal"):
+        cell = landscape.AttentionVjp(2, 3, 5, 8, "float64", option)
+        shapes = [x.shape for x in cell.arrays(np, fill=False)]
+        assert shapes[-1] == shapes[0] == (2, 1, 3, 8)
+        q, k, v, dout = arrays = [rng.standard_normal(shape) for shape in shapes]
+        causal = option == "causal"
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        expected = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=causal)
+        found = cell.own(arrays)()
+        torch = torch_of_numpy()
+        tensors = [tensor_of(x) for x in (q, k)]
+        p = tensor_of(landscape._weights(torch, *tensors, None, cell.hidden(torch)))
+        formula = landscape._gradients(*map(tensor_of, (dout, q, k, v)), p)
+        assert len(found) == len(formula) == 3
+        for own, best, other in zip(found, expected[:3], formula, strict=True):
+            np.testing.assert_array_equal(own, best)
+            np.testing.assert_allclose(other.view(np.ndarray), best, 1e-12, 1e-14)
+    y, dy = rng.standard_normal((2, 4, 6))
+    for axis in (0, 1):
+        cell = landscape.SoftmaxVjp(4, 6, axis, "float64")
+        assert [x.shape for x in cell.arrays(np, fill=False)] == [(4, 6), (4, 6)]
+        best = cupyflash.softmax_vjp(y, dy, axis)
+        np.testing.assert_array_equal(cell.own([y, dy])(), best)
+        cell = landscape.LogSumExp(4, 6, axis, "float64")
+        best = cupyflash.logsumexp(y, axis)
+        np.testing.assert_array_equal(cell.own([y])(), best)
+
+
+def tensor_of(x):
+    """An array as what stands for a tensor of torch."""
+    return x.view(ArrayTensor)
 
 
 class ArrayTensor(np.ndarray):
@@ -469,7 +511,7 @@ def test_the_landscape_keeps_what_it_has_measured(script, tmp_path, monkeypatch)
 
 def test_the_picture_of_the_gpu_has_every_cell(script):
     landscape = script("bench_landscape_gpu")
-    cells = landscape.cells()
+    cells = [*landscape.cells(), *landscape.gradient_cells()]
     old = [{"cell": cell.name, "ratio": 1.0} for cell in cells[::-1]]
     rows = landscape.merged(old, [{"cell": cells[3].name, "ratio": 2.0}])
     assert [row["cell"] for row in rows] == [cell.name for cell in cells]

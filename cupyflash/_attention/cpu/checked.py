@@ -10,6 +10,7 @@ from cupyflash._attention.problem import (
 
 _MOST = 1024
 _ARRAY = frozenset((np.ndarray,))
+_UNSIGNED = {np.dtype(f"i{n}"): np.dtype(f"u{n}") for n in (4, 8)}
 _PLAIN = frozenset((type(None), bool, int, float, str))  # of equal ones the type counts
 
 
@@ -67,10 +68,19 @@ def is_free(out, arguments):
 
 def check_lengths_of(problem, query_lengths, key_lengths):
     """Refuse lengths beyond their axes; a number is in the key."""
-    if isinstance(query_lengths, np.ndarray):
-        check_lengths("query_lengths", query_lengths, "seqlen_q", problem.seqlen_q)
-    if isinstance(key_lengths, np.ndarray):
-        check_lengths("key_lengths", key_lengths, "seqlen_k", problem.seqlen_k)
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    if isinstance(query_lengths, np.ndarray) and _may_be_beyond(query_lengths, rows):
+        check_lengths("query_lengths", query_lengths, "seqlen_q", rows)
+    if isinstance(key_lengths, np.ndarray) and _may_be_beyond(key_lengths, keys):
+        check_lengths("key_lengths", key_lengths, "seqlen_k", keys)
+
+
+def _may_be_beyond(lengths, size):
+    """Whether some may be above `size`, or below 0: that is large without a sign."""
+    unsigned = _UNSIGNED.get(lengths.dtype)
+    if unsigned is None or size >= 1 << 31:
+        return True
+    return np.count_nonzero(lengths.view(unsigned) > size) > 0
 
 
 def operands_of(

@@ -5,6 +5,7 @@ each, whose scores stay near the core, all keys at once. NumPy multiplies the ma
 of a box one by one, so that no entry depends on the others.
 """
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -13,13 +14,18 @@ import numpy as np
 
 from cupyflash._attention.cpu import pieces, tiled
 from cupyflash._attention.cpu.block import (
+    BLOCKS_OF_A_RUN,
     LONGEST_SUM,
+    LONGEST_SUM_OF_A_VECTOR,
+    LOWEST,
+    MINUS_INFINITY,
+    ONE,
     WORTH_A_THREAD,
+    ZERO,
     Part,
     Task,
     blas_reads,
     cost_of_an_entry,
-    finite_base,
     num_threads,
     offset_of,
     on_two_threads,
@@ -321,22 +327,51 @@ def _weigh(s, v, o, sink, hides, ones, by_two, cut):
         base = s.copy()
         d = np.exp(np.subtract(s, base, s), s)
         return product(d, v, o), base, d, None
-    # Without a first value a row of one score is its own maximum, at no cost.
-    first = () if s.shape[-1] else (-np.inf,)
-    base = np.maximum.reduce(s, -1, None, None, True, *first)
+    base = np.maximum.reduce(s, -1, None, None, True, *_first_of_maxima(s, hides))
     if sink is not None:
         base = np.maximum(base, sink)
-    if hides:
-        base = finite_base(base)
     p = np.exp(np.subtract(s, base, s), s)
     d = np.add.reduce(p, -1, None, None, True) if ones is None else product(p, ones)
     if sink is not None:
         np.add(d, np.exp(sink - base), out=d)
-    divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
+    # A row that sees a key has a weight of 1.
+    divisor = np.maximum(d, ONE[d.itemsize]) if hides else d
     if p.shape[-1] < v.shape[-1]:
         return product(np.divide(p, divisor, p), v, o, by_two, cut), base, d, None
     o = product(p, v, o, by_two, cut)
     return np.divide(o, divisor, o), base, d, divisor
+
+
+def _times_values_of_matrices(problem):
+    """What multiplies P and v of a single entry with the bits of `product`."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    if rows == 1 and keys % LONGEST_SUM == 0:
+        num_blocks = keys // LONGEST_SUM
+        if LONGEST_SUM_OF_A_VECTOR < keys and num_blocks <= BLOCKS_OF_A_RUN:
+            return functools.partial(_row_times_blocks, num_blocks)
+    longest = LONGEST_SUM if rows > 1 else LONGEST_SUM_OF_A_VECTOR
+    return np.ndarray.dot if keys <= longest else product
+
+
+def _row_times_blocks(num_blocks, p, v):
+    """One row times v, in sums over blocks of keys, which add up to a run."""
+    p = p.reshape(num_blocks, 1, LONGEST_SUM)
+    v = v.reshape(num_blocks, LONGEST_SUM, v.shape[-1])
+    return np.add.reduce(np.matmul(p, v), 0)
+
+
+def _first_of_maxima(s, hides):
+    """What the maximum of a row begins with, as an argument or none.
+
+    Of a row that sees no key it is the lowest number: its weights are 0 then, like
+    those of any hidden key. Elsewhere it is what makes `row_maxima` quick, but where
+    scores lie side by side, or are one.
+    """
+    if hides:
+        return (LOWEST[s.itemsize],)
+    if s.shape[-1] == 1 or s.strides[-1] != s.itemsize:
+        return ()
+    return (MINUS_INFINITY[s.itemsize],)
 
 
 def _add_side_by_side(s, bias):
@@ -486,7 +521,13 @@ class Direct:
         if whole is problem and self._goes_as_matrices(problem):
             dim, dim_v = problem.head_dim, problem.head_dim_v
             self._matrices = (rows, dim), (keys, dim), (keys, dim_v), (rows, dim_v)
-        self._times_values = product if keys > LONGEST_SUM else np.ndarray.dot
+        self._times_values = _times_values_of_matrices(problem)
+        self._first = _first_of_maxima(
+            np.empty((rows, keys), problem.dtype, "F" if self._side_by_side else "C"),
+            self._may_hide,
+        )
+        self._is_plain = whole is problem and self._goes_in_plain_steps(problem)
+        self._divides_weights = keys < problem.head_dim_v
 
     def _goes_as_matrices(self, problem):
         """Whether `_compute_matrices` takes the call."""
@@ -495,9 +536,27 @@ class Direct:
         few = self._has_few_scores and work <= pieces.MOST and keys <= LONGEST_SUM
         return (
             math.prod(problem.batch) * problem.num_heads == 1
-            and keys > 1
             and (rows == 1 or few)
-            and not (self._halves or self._may_hide or problem.has_functions)
+            and not self._may_hide
+            and self._has_usual_options(problem)
+        )
+
+    def _goes_in_plain_steps(self, problem):
+        """Whether `_compute_plain` takes the call."""
+        rows, keys = problem.seqlen_q, problem.seqlen_k
+        return (
+            (self._groups is None or problem.layout == "bhsd")
+            and self._cut is None
+            and rows * keys * problem.head_dim_v <= pieces.MOST
+            and keys <= LONGEST_SUM
+            and self._has_usual_options(problem)
+        )
+
+    def _has_usual_options(self, problem):
+        """Whether no option but a bias, bounds, a mask and lengths of keys counts."""
+        return (
+            problem.seqlen_k > 1
+            and not (self._halves or self._hides_by_lengths or problem.has_functions)
             and not (problem.softcap or problem.sinks or problem.alibi_slopes)
             and not problem.query_lengths
             and self._blind_rows is None
@@ -520,8 +579,12 @@ class Direct:
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas
-            if self._matrices is not None and out is None and not self._return_lse:
-                return run(self._compute_matrices, q, k, v, options[0])
+            if out is None and not self._return_lse:
+                if self._matrices is not None:
+                    return run(self._compute_matrices, q, k, v, options[0])
+                if self._is_plain:
+                    bias, _, mask, *_, key_lengths = options
+                    return run(self._compute_plain, q, k, v, bias, mask, key_lengths)
             return run(self._compute, q, k, v, out, *options)
         if out is None:
             out = np.empty(self._out_shape, self._dtype)
@@ -589,6 +652,33 @@ class Direct:
             np.copyto(d, -np.inf, where=padding)
         return out, d.reshape(self._lse_shape)
 
+    def _compute_plain(self, q, k, v, bias, mask, key_lengths):
+        """`_compute` of the usual options, in products that `product` leaves whole.
+
+        What is between the steps takes a tenth of a call of some microseconds.
+        """
+        if self._groups is not None:
+            q, k, v = (self._split(x, -3) for x in (q, k, v))
+            bias, mask = (self._split(x, -3) for x in (bias, mask))
+        _, s = self._products(q, k)
+        self._add_and_hide(s, bias, mask, None, None, key_lengths)
+        base = np.maximum.reduce(s, -1, None, None, True, *self._first)
+        p = np.exp(np.subtract(s, base, s), s)
+        if self._ones is None:
+            d = np.add.reduce(p, -1, None, None, True)
+        else:
+            d = np.matmul(p, self._ones)
+        if self._may_hide:
+            np.maximum(d, ONE[d.itemsize], out=d)
+        if self._divides_weights:
+            out = np.matmul(np.divide(p, d, p), v)
+        else:
+            out = np.matmul(p, v)
+            np.divide(out, d, out)
+        if not is_finite(out):
+            return None
+        return out if self._groups is None else out.reshape(self._out_shape), None
+
     def _compute_matrices(self, q, k, v, bias):
         """`_compute` of a single entry with few scores, in steps that begin sooner.
 
@@ -597,7 +687,7 @@ class Direct:
         """
         of_q, of_k, of_v, _ = self._matrices
         _, s = self._scores_of_matrices(q.reshape(of_q), k.reshape(of_k), bias)
-        base = np.maximum.reduce(s, -1, None, None, True)
+        base = np.maximum.reduce(s, -1, None, None, True, *self._first)
         if self._has_one_row:
             base = base.reshape(())
         p = np.exp(np.subtract(s, base, s), s)
@@ -684,27 +774,44 @@ class Direct:
 
     def _add_and_hide(self, s, bias, mask, slopes, query_lengths, key_lengths):
         """Bias, alibi and masks, in place."""
-        if s.ndim == 2:  # of q, k and v without an axis of heads
-            bias, mask = (_matrix(x) for x in (bias, mask))
         if bias is not None:
-            if self._side_by_side:
-                _add_side_by_side(s, bias)
-            else:
-                np.add(s, bias, s)
+            self._add_bias(s, bias)
         if slopes is not None:
             slopes = np.asarray(slopes, self._dtype)[..., None, None]
             np.subtract(s, slopes * self._distance, s)
         if self._hidden is not None:
             np.add(s, self._hidden, s)
         if mask is not None:
-            np.copyto(s, -np.inf, where=np.logical_not(mask))
+            if s.ndim == 2:
+                mask = _matrix(mask)
+            self._keep(s, mask)
         if key_lengths is not None:
-            beyond = self._keys >= np.asarray(key_lengths)[self._of_batch]
-            np.copyto(s, -np.inf, where=beyond)
+            self._keep(s, self._keys < np.asarray(key_lengths)[self._of_batch])
         if self._hides_by_lengths:
             offset = self._length(key_lengths, self._keys.size)
             offset = offset - self._length(query_lengths, self._rows.size)
             np.copyto(s, -np.inf, where=self._is_outside(self._rows + offset))
+
+    def _keep(self, s, seen):
+        """Put -inf where a mask is False, in place.
+
+        NumPy adds quickly, but copies to some places alone slowly. A hidden score that
+        is not finite takes the long way.
+        """
+        if s.size <= _FEW_SCORES:
+            np.copyto(s, MINUS_INFINITY[s.itemsize], where=np.logical_not(seen))
+            return
+        hidden = np.where(seen, ZERO[s.itemsize], MINUS_INFINITY[s.itemsize])
+        self._add_bias(s, hidden)
+
+    def _add_bias(self, s, bias):
+        """A bias, in place."""
+        if s.ndim == 2:  # of q, k and v without an axis of heads
+            bias = _matrix(bias)
+        if self._side_by_side:
+            _add_side_by_side(s, bias)
+        else:
+            np.add(s, bias, s)
 
     def _length(self, lengths, size):
         """Lengths beside the scores of their batch entries, or the size of the axis."""

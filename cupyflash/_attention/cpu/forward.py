@@ -51,8 +51,10 @@ def attention(*arguments):
     if (  # what most calls are takes no loop over all options
         type(q) is type(k) is type(v) is np.ndarray
         and (bias is None or (type(bias) is np.ndarray and checked.is_narrow(bias, q)))
-        and mask is query_offset is window is sinks is alibi_slopes is out is None
-        and query_lengths is key_lengths is None
+        and (mask is None or type(mask) is np.ndarray)
+        and (key_lengths is None or type(key_lengths) is np.ndarray)
+        and query_offset is window is sinks is alibi_slopes is out is None
+        and query_lengths is None
         and return_lse is False
         and (causal is False or causal is True)
         and (scale is None or type(scale) is float)
@@ -61,6 +63,8 @@ def attention(*arguments):
         key = (
             q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype,
             bias if bias is None else (bias.shape, bias.dtype),
+            mask if mask is None else (mask.shape, mask.dtype),
+            None if key_lengths is None else (key_lengths.shape, key_lengths.dtype),
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
         if given is not None:

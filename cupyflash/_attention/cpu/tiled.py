@@ -13,6 +13,7 @@ from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     product,
+    row_maxima,
     run_tasks,
     times_values,
 )
@@ -122,7 +123,7 @@ def repair(part, values):
     m, d, _ = first_state(part)
     for start, stop in blocks:
         s = scores(part, q, factor, start, stop)
-        m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
+        m_new = np.maximum(m, row_maxima(s))
         base = finite_base(m_new)
         d = d * np.exp(m - base) + np.exp(s - base).sum(axis=1, keepdims=True)
         m = m_new
@@ -147,7 +148,7 @@ def _run(part, q, factor, blocks, exact=False):
     for start, stop in blocks:
         s = scores(part, q, factor, start, stop)
         seen = s != -np.inf if exact else None
-        m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
+        m_new = np.maximum(m, row_maxima(s))
         base = finite_base(m_new)
         p = np.exp(np.subtract(s, base, out=s), out=s)
         rescale = np.exp(m - base)

@@ -666,6 +666,105 @@ def test_what_is_not_seen_never_counts_where_rows_are_many(rng, keys):
         assert (y[..., : 70 - keys, :] == 0).all()  # rows that see no key
 
 
+HIDING = {
+    "mask": lambda rng, rows, keys: {"mask": rng.random((rows, keys)) < 0.6},
+    "mask of entries": lambda rng, rows, keys: {
+        "mask": rng.random((3, 4, rows, keys)) < 0.6
+    },
+    "lengths": lambda rng, rows, keys: {"key_lengths": np.array([keys, 0, keys // 2])},
+    "all": lambda rng, rows, keys: {
+        "mask": rng.random((3, 1, rows, keys)) < 0.6,
+        "key_lengths": np.array([keys, 1, keys // 2]),
+        "bias": rng.normal(size=(4, rows, keys)).astype(np.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("option", HIDING)
+@pytest.mark.parametrize(("rows", "keys"), [(1, 16), (5, 7), (24, 48), (70, 9)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_masks_and_lengths_hide_in_a_known_call(
+    rng, option, rows, keys, kv_heads, dtype
+):
+    q, k, v = arrays(rng, 3, rows, keys, 8, dtype, 4, kv_heads)
+    options = HIDING[option](rng, rows, keys)
+    if "mask" in options:
+        options["mask"][..., 0, :] = False  # a row that sees no key
+    exact, *_ = oracle.attention(q, k, v, **options)
+    for _ in range(2):
+        y = cupyflash.attention(q, k, v, **options)
+        np.testing.assert_allclose(y, exact.astype(float), rtol=1e-5, atol=2e-6)
+        assert (y[exact == 0] == 0).all()
+        one = {
+            name: x[1:2] if name == "key_lengths" or x.ndim == 4 else x
+            for name, x in options.items()
+        }
+        alone = cupyflash.attention(q[1:2], k[1:2], v[1:2], **one)
+        np.testing.assert_array_equal(alone, y[1:2])
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (40, 48), (70, 9)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_a_mask_hides_never_counts(rng, shape, bad):
+    q, k, v = arrays(rng, 2, *shape, 8)
+    mask = np.ones(shape, bool)
+    mask[:, 3] = False
+    exact = cupyflash.attention(q, k, v, mask=mask)
+    k[:, :, 3, 0] = v[:, :, 3, 1] = bad
+    y = cupyflash.attention(q, k, v, mask=mask)
+    np.testing.assert_allclose(y, exact, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("option", ["mask", "key_lengths", "bias"])
+@pytest.mark.parametrize("shape", [(1, 40), (5, 7), (40, 48), (70, 9)])
+def test_options_of_arrays_without_heads(rng, option, shape):
+    q, k, v = (x[0, 0] for x in arrays(rng, 1, *shape, 8))
+    given = {
+        "mask": rng.random(shape) < 0.7,
+        "key_lengths": np.array(shape[1] - 1),
+        "bias": rng.normal(size=shape).astype(np.float32),
+    }
+    options = {option: given[option]}
+    exact, *_ = oracle.attention(q[None], k[None], v[None], **options)
+    for _ in range(2):
+        y = cupyflash.attention(q, k, v, **options)
+        np.testing.assert_allclose(y, exact[0].astype(float), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", ">i8", "uint8"])
+@pytest.mark.parametrize("length", [-1, 301])
+def test_lengths_of_any_integers_are_checked_in_a_known_call(rng, dtype, length):
+    q, k, v = arrays(rng, 2, 1, 300, 4)
+    lengths = np.array([0, 100], dtype)
+    cupyflash.attention(q, k, v, key_lengths=lengths)
+    info = np.iinfo(dtype)
+    if not info.min <= length <= info.max:
+        pytest.skip(f"{dtype} does not hold {length}")
+    with pytest.raises(ValueError, match=r"key_lengths\[0\] is"):
+        cupyflash.attention(q, k, v, key_lengths=np.array([length, 1], dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [1, 7, 16, 64, 100])
+def test_maxima_of_rows(rng, dtype, keys):
+    s = rng.normal(size=(3, 5, keys)).astype(dtype)
+    s[0, 1], s[1, 2, 0], s[2, 3, -1] = -np.inf, np.nan, np.inf
+    np.testing.assert_array_equal(
+        block.row_maxima(s), s.max(axis=-1, keepdims=True), strict=True
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [512, 1000, 1024, 1536, 4096, 16 * 512, 17 * 512])
+def test_a_long_row_alone_has_its_bits_in_a_batch(rng, dtype, keys):
+    q, k, v = arrays(rng, 3, 1, keys, 5, dtype)
+    for _ in range(2):
+        whole = cupyflash.attention(q, k, v)
+        alone = cupyflash.attention(q[:1], k[:1], v[:1])
+        np.testing.assert_array_equal(alone, whole[:1])
+
+
 def test_memory_of_many_entries(rng):
     q, k, v = arrays(rng, 4000, 8, 64, 4)
     cupyflash.attention(q, k, v)

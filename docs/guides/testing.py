@@ -254,11 +254,6 @@ print("\n".join(failed) or "none")
 #   formula makes the same error. To see it:
 #   ``python tests/support/fuzz.py attention 5016183 --sizes 4 --budget 8 --xp numpy``.
 #
-# * *float64 products on NumPy with the AVX-512 kernels of OpenBLAS* add up to 512 terms
-#   one after another: 511 terms of one sign were off by 10.3 units in the last place,
-#   where 8 are allowed. ``test_products_of_many_terms[40-511-float64]`` fails there. It
-#   passes with the kernels for AVX2 (``OPENBLAS_CORETYPE=Haswell``).
-#
 # * *float32 gradients computed in parts* lack digits where all the larger weights of a
 #   key meet zeros of dout (of q, for dk; of k, for dq). Among 32 queries, weights below
 #   2**-20 of the largest lose bits, and below 2**-40 all of them. An element of dv was

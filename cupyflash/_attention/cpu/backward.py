@@ -32,7 +32,7 @@ from cupyflash._attention.cpu.block import (
     finite_base,
     num_threads,
     offset_of,
-    product,
+    product_of_long_sums,
     row_sums,
     times_values,
 )
@@ -270,10 +270,14 @@ class _Rows(Part):
             functions.add_reads(dscore[reads.name], reads, ds, visible)
         if slope is not None:
             np.multiply(ds, slope, out=ds)
-        dq = product(ds, self.keys(start, stop))
+        dq = product_of_long_sums(ds, self.keys(start, stop))
         if not self.nonfinite and np.isfinite(dq).all():
             self._add_sums(p, of_rows)
-            found = dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
+            found = (
+                dq,
+                product_of_long_sums(ds.T, self.scaled_q),
+                product_of_long_sums(p.T, self.dout),
+            )
             if not self.has_all_keys:
                 self._weigh(start, stop, p, slope)
             return found

@@ -17,7 +17,7 @@ from cupyflash._attention.cpu.block import (
     cost_of_an_entry,
     finite_base,
     num_threads,
-    product,
+    product_of_long_sums,
     row_sums,
     times_values,
 )
@@ -140,6 +140,7 @@ class Direct(entries.Direct):
 
     _LACKS = 0, 0, 0, 0, 1, 1, 0, 0, 2, 2, 3, 3
     _KEYS = 2, 3
+    _IN_SHORT_SUMS = False
 
     def __init__(self, problem, whole=None):
         super().__init__(problem.forward, whole or problem.forward)
@@ -231,10 +232,13 @@ class Direct(entries.Direct):
         delta = _subtract_delta(p, dp, sum_p, of_sink, down)
         ds = np.multiply(dp, p, dp)
         by_score = ds if slope is None else ds * slope
-        dq, dk = product(by_score, k), product(by_score.mT, q)
+        dq, dk = (
+            product_of_long_sums(by_score, k),
+            product_of_long_sums(by_score.mT, q),
+        )
         if not (is_finite(dq) and is_finite(dk)):
             return None
-        dv = product(p.mT, dout)
+        dv = product_of_long_sums(p.mT, dout)
         np.multiply(dq, self._factor, dq)
         if not self._folds:  # else it is in q
             np.multiply(dk, self._factor, dk)
@@ -287,7 +291,7 @@ class Direct(entries.Direct):
         """P is 1 whatever the score, and dS is 0; None where dP is not finite."""
         if not is_finite(dp):
             return None
-        dv = product(p.mT, dout)
+        dv = product_of_long_sums(p.mT, dout)
         if self._groups is not None:
             dv = np.add.reduce(dv, -3, None, None, True)
             dv = self._as_given(dv, shapes[2])
@@ -413,11 +417,11 @@ class EntryGradients(Entries):
             dk = _times_values(ds.swapaxes(-1, -2), seen, q)
             dv = _times_values(p.swapaxes(-1, -2), seen, dout)
         else:
-            dq = product(ds, k)
-            dk = product(ds.swapaxes(-1, -2), q)
+            dq = product_of_long_sums(ds, k)
+            dk = product_of_long_sums(ds.swapaxes(-1, -2), q)
             if not (is_finite(dq) and is_finite(dk)):
                 return None
-            dv = product(p.swapaxes(-1, -2), dout)
+            dv = product_of_long_sums(p.swapaxes(-1, -2), dout)
         if factor != 1:
             np.multiply(dk, factor, out=dk)
         np.multiply(dq, self.dtype.type(self.problem.scale), out=dq)

@@ -309,7 +309,7 @@ def offset_of(problem, operands):
     return max(-FAR, min(problem.query_offset, FAR))
 
 
-def product(a, b, out=None, by_two=False, cut=None):
+def product(a, b, out=None, by_two=False, cut=None, in_short_sums=True):
     """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
 
     In float32 the error of such a sum grows with the number of its terms. Few blocks
@@ -321,6 +321,14 @@ def product(a, b, out=None, by_two=False, cut=None):
     columns = b.shape[-1]
     if terms == 1 and columns >= _WIDE:  # BLAS takes three times as long
         return np.multiply(a, b, out)
+    if (
+        terms > pieces.SHORT_SUM
+        and in_short_sums
+        and pieces.needs_short_sums(
+            cut.rows if cut else rows, terms, columns, a.itemsize, cut
+        )
+    ):
+        return product_of_short_sums(a, b, out, cut)
     if rows * terms * columns <= pieces.MOST and terms <= LONGEST_SUM and cut is None:
         return np.matmul(a, b, out)
     longest = pieces.terms_of_a_sum(cut.rows if cut else rows, columns, LONGEST_SUM)
@@ -331,7 +339,7 @@ def product(a, b, out=None, by_two=False, cut=None):
     rest_of_sum = None
     if rest:
         whole = terms - rest
-        rest_of_sum = product(a[..., whole:], b[..., whole:, :], cut=cut)
+        rest_of_sum = product_of_long_sums(a[..., whole:], b[..., whole:, :], cut=cut)
         a, b = a[..., :whole], b[..., :whole, :]
     a, b = _blocks(a, b, size)
     if by_two and num_blocks > 1:
@@ -354,6 +362,24 @@ def product(a, b, out=None, by_two=False, cut=None):
         return total.astype(a.dtype, copy=False)
     if total is not out:
         np.copyto(out, total, casting="same_kind")
+    return out
+
+
+# Blocks of many add up to less of an error, and of gradients less is promised.
+product_of_long_sums = functools.partial(product, in_short_sums=False)
+
+
+def product_of_short_sums(a, b, out=None, cut=None):
+    """a @ b of more than SHORT_SUM terms, in two or three sums of about one size."""
+    rows, terms = a.shape[-2:]
+    size = -(-terms // -(-terms // pieces.SHORT_SUM))
+    multiply = np.matmul
+    if cut or rows * size * b.shape[-1] > pieces.MOST:
+        multiply = functools.partial(pieces.multiply, cut=cut)
+    out = multiply(a[..., :size], b[..., :size, :], out)
+    for start in range(size, terms, size):
+        part = slice(start, start + size)
+        np.add(out, multiply(a[..., part], b[..., part, :]), out)
     return out
 
 

@@ -30,6 +30,7 @@ from cupyflash._attention.cpu.block import (
     offset_of,
     on_two_threads,
     product,
+    product_of_short_sums,
     scale_of,
     split_scale,
     times_values,
@@ -342,15 +343,24 @@ def _weigh(s, v, o, sink, hides, ones, by_two, cut):
     return np.divide(o, divisor, o), base, d, divisor
 
 
-def _times_values_of_matrices(problem):
+def _times_values_of_matrices(problem, in_short_sums):
     """What multiplies P and v of a single entry with the bits of `product`."""
     rows, keys = problem.seqlen_q, problem.seqlen_k
     if rows == 1 and keys % LONGEST_SUM == 0:
         num_blocks = keys // LONGEST_SUM
         if LONGEST_SUM_OF_A_VECTOR < keys and num_blocks <= BLOCKS_OF_A_RUN:
             return functools.partial(_row_times_blocks, num_blocks)
+    if in_short_sums and _needs_short_sums(problem):
+        return product_of_short_sums
     longest = LONGEST_SUM if rows > 1 else LONGEST_SUM_OF_A_VECTOR
     return np.ndarray.dot if keys <= longest else product
+
+
+def _needs_short_sums(problem):
+    """Whether P v has sums of some keys alone, where it is no cut entry's."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    itemsize = np.dtype(problem.compute_dtype).itemsize
+    return pieces.needs_short_sums(rows, keys, problem.head_dim_v, itemsize)
 
 
 def _row_times_blocks(num_blocks, p, v):
@@ -425,6 +435,8 @@ class Direct:
     # all of those that have None, and halves of rows of those at the places `_KEYS`.
     _LACKS: tuple[int | None, ...] = (0, 0, 0, 0, 0, None, 0, 2, 2, 3, 3)
     _KEYS = 1, 2
+    # Whether products by v, or by k, are those of `product` as it is by default.
+    _IN_SHORT_SUMS = True
 
     @staticmethod
     def takes(problem, q_shape, k_shape):
@@ -521,12 +533,13 @@ class Direct:
         if whole is problem and self._goes_as_matrices(problem):
             dim, dim_v = problem.head_dim, problem.head_dim_v
             self._matrices = (rows, dim), (keys, dim), (keys, dim_v), (rows, dim_v)
-        self._times_values = _times_values_of_matrices(problem)
+        self._times_values = _times_values_of_matrices(problem, self._IN_SHORT_SUMS)
         self._first = _first_of_maxima(
             np.empty((rows, keys), problem.dtype, "F" if self._side_by_side else "C"),
             self._may_hide,
         )
         self._is_plain = whole is problem and self._goes_in_plain_steps(problem)
+        self._times = product_of_short_sums if _needs_short_sums(problem) else np.matmul
         self._divides_weights = keys < problem.head_dim_v
 
     def _goes_as_matrices(self, problem):
@@ -671,9 +684,9 @@ class Direct:
         if self._may_hide:
             np.maximum(d, ONE[d.itemsize], out=d)
         if self._divides_weights:
-            out = np.matmul(np.divide(p, d, p), v)
+            out = self._times(np.divide(p, d, p), v)
         else:
-            out = np.matmul(p, v)
+            out = self._times(p, v)
             np.divide(out, d, out)
         if not is_finite(out):
             return None

@@ -17,6 +17,9 @@ from cupyflash._core import threads
 _ARCHITECTURES = {"SkylakeX", "Cooperlake", "SapphireRapids"}
 # Multiply-adds, and of a b^T results and terms, of a product without copies.
 MOST, _MOST_RESULTS, _FEWEST_TERMS = 1_000_000, 1_200, 32
+# These kernels add up one term after another, others half of them or fewer: in float64
+# sums of more terms, up to so many, are of two or three parts. Longer ones have parts.
+SHORT_SUM, _LONG_SUM = 256, 3 * 256
 # Rows up to which a b^T, and a sum over many terms, goes in pieces.
 FEW_ROWS = 32
 # Rows of a piece of a @ b; an entry is cut at a multiple of them.
@@ -49,6 +52,17 @@ def terms_of_a_sum(rows, columns, longest):
         while terms > _FEWEST_OF_A_SUM and min(rows, ROWS) * terms * columns > MOST:
             terms //= 2
     return terms if terms == longest or has_small_kernels() else longest
+
+
+def needs_short_sums(rows, terms, columns, itemsize, cut=None):
+    """Whether `rows` rows of a @ b are to be sums of up to SHORT_SUM terms."""
+    if not SHORT_SUM < terms < _LONG_SUM or itemsize == 4 or min(rows, columns) == 1:
+        return False
+    terms = min(terms, 2 * SHORT_SUM)  # of blocks
+    is_small = cut is None and rows * terms * columns <= MOST
+    return (
+        is_small or _has_pieces_of_rows(rows, terms, columns, cut)
+    ) and has_small_kernels()
 
 
 def columns_of_a_piece(rows, terms, columns):
@@ -89,17 +103,7 @@ def multiply(a, b, out=None, cut=None):
     """a @ b; with a `cut`, `a` has all rows or those of one thread."""
     rows, terms = a.shape[-2:]
     columns = b.shape[-1]
-    if cut is None:
-        is_whole = rows * terms * columns <= _WORTH_ROWS
-    else:  # BLAS might copy the operands for some of the rows alone
-        is_whole = cut.fewest * terms * columns > MOST
-    if (
-        is_whole
-        or rows <= ROWS + 1
-        or ROWS * terms * columns > MOST
-        or min(terms, columns) == 1
-        or not has_small_kernels()
-    ):
+    if not _has_pieces_of_rows(rows, terms, columns, cut):
         return np.matmul(a, b, out)
     if out is None:
         shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -114,6 +118,21 @@ def multiply(a, b, out=None, cut=None):
     if end < rows:
         np.matmul(a[..., end:, :], b, out[..., end:, :])
     return out
+
+
+def _has_pieces_of_rows(rows, terms, columns, cut):
+    """Whether `rows` rows of a @ b go in pieces."""
+    if cut is None:
+        is_whole = rows * terms * columns <= _WORTH_ROWS
+    else:  # BLAS might copy the operands for some of the rows alone
+        is_whole = cut.fewest * terms * columns > MOST
+    return not (
+        is_whole
+        or rows <= ROWS + 1
+        or ROWS * terms * columns > MOST
+        or min(terms, columns) == 1
+        or not has_small_kernels()
+    )
 
 
 def is_cut_alike(problem, cut):

@@ -13,6 +13,7 @@ from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     product,
+    product_of_long_sums,
     row_maxima,
     run_tasks,
     times_values,
@@ -157,7 +158,7 @@ def _run(part, q, factor, blocks, exact=False):
         if exact:
             term = times_values(p, seen, v)
         else:
-            product(p, v, term)
+            product_of_long_sums(p, v, term)
         np.multiply(acc, rescale, out=acc)
         np.add(acc, term, out=acc)
         m = m_new
@@ -181,7 +182,8 @@ def _bounded_run(part, q, factor, blocks):
         s = scores(part, q, factor, start, stop)
         p = np.exp(s, out=s)
         np.add(d, product(p, ones[: stop - start], sums), out=d)
-        np.add(acc, product(p, part.values(start, stop), term), out=acc)
+        product_of_long_sums(p, part.values(start, stop), term)
+        np.add(acc, term, out=acc)
     return np.where(d == 0, part.dtype.type(-np.inf), part.dtype.type(0)), d, acc
 
 

@@ -609,6 +609,33 @@ def test_products_of_many_terms(rng, dtype, terms, width):
     assert block.product(a, b).tobytes() == out.tobytes()
 
 
+@pytest.mark.parametrize("terms", [257, 384, 511, 512, 513, 700, 767])
+@pytest.mark.parametrize(("rows", "width"), [(2, 8), (3, 40), (24, 40), (300, 40)])
+def test_sums_of_float64_do_not_go_term_by_term(rng, rows, terms, width):
+    """The error of more than 256 terms, one after another, is up to 12 units."""
+    a, b = rng.random((20, rows, terms)), rng.random((20, terms, width))
+    if width * rows * terms > pieces.MOST:  # one call is enough
+        a, b = a[:1], b[:1]
+    exact = a.astype(np.longdouble) @ b.astype(np.longdouble)
+    off = np.abs(block.product(a, b) - exact) / (np.finfo(float).eps * exact)
+    assert off.max() <= 8
+    if threads.blas_architectures() <= {"Haswell", "SkylakeX"}:
+        assert np.sqrt(np.mean(off**2)) < 1.7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("keys", [257, 300, 511, 700])
+@pytest.mark.parametrize(("rows", "dim"), [(2, 8), (4, 40), (16, 64), (60, 40)])
+def test_sums_of_an_entry_alone_are_those_in_a_batch(rng, dtype, rows, keys, dim):
+    q, k, v = arrays(rng, 3, rows, keys, dim, dtype)
+    for return_lse in (False, True, False):
+        whole = cupyflash.attention(q, k, v, return_lse=return_lse)
+        alone = cupyflash.attention(q[1:2], k[1:2], v[1:2], return_lse=return_lse)
+        if return_lse:
+            whole, alone = whole[0], alone[0]
+        np.testing.assert_array_equal(alone, whole[1:2])
+
+
 OPTIONS = {
     "causal": lambda rng, rows, keys: {"causal": True},
     "window": lambda rng, rows, keys: {"window": (3, 5)},

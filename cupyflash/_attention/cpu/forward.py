@@ -63,10 +63,13 @@ def attention(*arguments):
         key = (
             q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype,
             bias if bias is None else (bias.shape, bias.dtype),
-            mask if mask is None else (mask.shape, mask.dtype),
-            None if key_lengths is None else (key_lengths.shape, key_lengths.dtype),
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
+        if not (mask is key_lengths is None):
+            hiding = (
+                x if x is None else (x.shape, x.dtype) for x in (mask, key_lengths)
+            )
+            key += (tuple(hiding),)
         if given is not None:
             given, more = functions.without_options(given, softcap)
             key += more

@@ -14,6 +14,10 @@
 // stats   (entries, granules of queries, 3, kGranule)  float: lse in log2, delta, and
 //         the factor of the weights of the row
 //
+// Where few blocks have long loops, LOOP_SPLITS lets several blocks share one: each has
+// some of the granules and writes sums of its own, (splits, entries, rows, columns),
+// which other kernels add up.
+//
 // Pairs of granules with numbers that parts cannot represent set found->nonfinite, and
 // the portable kernels compute all gradients again in plain float32. So do pairs of a
 // query and a key that see each other with a nonfinite number.
@@ -94,6 +98,51 @@ struct work_tile_t {
     exists = exists && tile < num_tiles;
   }
 };
+
+#ifdef LOOP_SPLITS
+constexpr bool kSplitsLoop = true;
+#define LOOP_PARAMETERS const index_t num_splits,
+#else
+constexpr bool kSplitsLoop = false;
+#define LOOP_PARAMETERS
+constexpr index_t num_splits = 1;
+#endif
+
+// Which work tile a block has, and which split of its loop.
+__device__ __forceinline__ index_t work_index(index_t splits) {
+  return kSplitsLoop ? divide(block_index(), splits) : block_index();
+}
+__device__ __forceinline__ index_t split_index(index_t splits) {
+  return kSplitsLoop ? block_index() - work_index(splits) * splits : 0;
+}
+
+// Leaves the granules of a block's split of a loop.
+__device__ __forceinline__ void take_split(int& first, int& last, index_t split,
+                                           index_t splits) {
+  const unsigned granules = (last - first + kGranule - 1) / kGranule;
+  const unsigned each = (granules + unsigned(splits) - 1) / unsigned(splits);
+  const unsigned before = min(unsigned(split) * each, granules);
+  first = min(first + static_cast<int>(before) * kGranule, last);
+  last = min(first + static_cast<int>(each) * kGranule, last);
+}
+
+// 1 / total if that is 1 up to roundings of lse; if not, lse covers keys of other
+// calls.
+__device__ __forceinline__ float factor_of(float total, float log_sum) {
+  // Within 8 ulp of lse, or of 1.
+  const float roundings =
+      8 * 0x1p-23f * fmaxf(1, fabsf(log_sum) * static_cast<float>(kLn2));
+  // Rows that do not exist have an infinite lse and no total.
+  return total > 0 && fabsf(total - 1) <= roundings ? 1 / total : 1.f;
+}
+// What the sink of a row adds to its total.
+__device__ __forceinline__ float total_of_sink(const scores_t& scores, float log_sum) {
+  return ptx::ex2_approx_ftz(scores.sink() * static_cast<float>(kLog2e) - log_sum);
+}
+// lse in log2. If a query sees no key, any finite one will do.
+__device__ __forceinline__ float log_sum_of(float lse) {
+  return lse == -infinity<float>() ? 0.f : lse * static_cast<float>(kLog2e);
+}
 
 // Starts copying kBytes.
 template <unsigned kBytes>

@@ -70,12 +70,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
         const float* __restrict__ stats,             // fp32_backward.cuh
         found_t* __restrict__ found,
-        const index_t section,    // entries whose q and dO fit into L2 together
-        grad_t* __restrict__ dk,  // as k, summed over entries
-        grad_t* __restrict__ dv,  // as v, summed over entries
+        const index_t section,  // entries whose q and dO fit into L2 together
+        LOOP_PARAMETERS grad_t* __restrict__ dk,  // as k, summed over entries
+        grad_t* __restrict__ dv,                  // as v, summed over entries
         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
+  [[maybe_unused]] __shared__ index_t split;  // of the loop
   view_t& view = reinterpret_cast<view_t&>(view_memory);
   unsigned char* const smem_k = smem;
   unsigned char* const smem_v = smem_k + kGranules * kBytesOperand;
@@ -84,13 +85,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   {
-    const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
+    const work_tile_t work(work_index(num_splits), section, grads.num_kept, num_tiles);
     // Another block may just set the flag: make all threads of this one agree.
     if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
     if (threadIdx.x == 0) {
       view.kept = work.kept;
       view.entry = locate(grads.kept, work.kept).of[0];
       view.j0 = static_cast<int>(work.tile) * kBlockN;
+      if constexpr (kSplitsLoop) split = split_index(num_splits);
     }
     __syncthreads();  // both are stored
   }
@@ -120,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       view.first = static_cast<int>(queries.first) / kGranule * kGranule;
       view.last = static_cast<int>(queries.last);
       if (queries.first >= queries.last) view.first = view.last;
+      if constexpr (kSplitsLoop) take_split(view.first, view.last, split, num_splits);
       view.seen = seen_t(scores.mask_bounds(0, j0));
       view.operands = split_operands_t(operands, params, at);
       view.operands.k += index_t(j0 / kGranule) * kBytesOperand;
@@ -260,5 +263,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   two_level_k.finish(sums_k);
   two_level_v.finish(sums_v);
+  if constexpr (kSplitsLoop) {
+    const index_t rows = split * grads.num_kept * params.seqlen_k;
+    dk += rows * params.head_dim;
+    dv += rows * params.head_dim_v;
+  }
   store(dk, dv, sums_k, sums_v, view, params, grads, found);
 }

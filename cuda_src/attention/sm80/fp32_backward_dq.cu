@@ -8,7 +8,8 @@
 //                dq += dS k,  total += P
 //            lse came from scores with other rounding errors, so P does not sum to 1.
 //            If the total, with the sink, is 1 up to rounding, P is divided by it: dq
-//            here, P in the other kernel. If it is not, lse covers keys of other calls
+//            here, P in the other kernel. If it is not, lse covers keys of other calls.
+//            With LOOP_SPLITS fp32_backward_dq_finish.cu does that
 // Grid       1-D, one block per tile of queries of an entry; last tiles first, since
 //            causal ones are longest
 // Tiles      q, dO    kBlockM / kGranule operands   shared, loaded once
@@ -108,10 +109,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
         const float* __restrict__ lse,               // (batch, heads, queries)
         const float* __restrict__ delta,             // as lse, contiguous
-        float* __restrict__ stats,                   // fp32_backward.cuh
+        float* __restrict__ stats,  // fp32_backward.cuh; or totals of each split
         found_t* __restrict__ found,
         const index_t section,  // entries whose k and v fit into L2 together
-        grad_t* __restrict__ dq, SCORE_PARAMETERS,
+        LOOP_PARAMETERS grad_t* __restrict__ dq, SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
@@ -121,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   unsigned char* const stages = smem_dout + kGranules * kBytesOperand;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
+  const work_tile_t work(work_index(num_splits), section, grads.num_kept, num_tiles);
   // Another block may just set the flag: make all threads of this one agree.
   if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
   const tile_coord_t at = grads.entry(params, locate(grads.kept, work.kept).of[0], 0);
@@ -139,6 +140,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     view.first = static_cast<int>(keys.first) / kGranule * kGranule;
     view.last = static_cast<int>(keys.last);
     if (keys.first >= keys.last) view.first = view.last;
+    if constexpr (kSplitsLoop) {
+      take_split(view.first, view.last, split_index(num_splits), num_splits);
+    }
     view.seen = seen_t(scores.mask_bounds(i0, 0));
   }
   __syncthreads();  // the view is complete
@@ -173,10 +177,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int i = view.i0 + row() + 8 * r;
     const bool exists = i < params.seqlen_q;
     const float x = exists ? at.at(lse, grads.lse)[i * grads.lse.row] : 0.f;
-    // If a query sees no key, any finite lse will do.
-    log_sum[r] = !exists                   ? infinity<float>()
-                 : x == -infinity<float>() ? 0.f
-                                           : x * static_cast<float>(kLog2e);
+    log_sum[r] = exists ? log_sum_of(x) : infinity<float>();
     delta_of[r] = exists ? delta[at.row_of_heads * params.seqlen_q + i] : 0.f;
     total[r] = 0;
   }
@@ -264,14 +265,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     float& x = total[r];
     x += shuffle_xor(x, 1);
     x += shuffle_xor(x, 2);
-    if constexpr (kHasSinks) {
-      x += ptx::ex2_approx_ftz(scores.sink() * static_cast<float>(kLog2e) - log_sum[r]);
+    if constexpr (kSplitsLoop) {
+      const int i = view.i0 + row() + 8 * r;
+      const index_t of_entry =
+          split_index(num_splits) * grads.num_kept + view.row_of_heads;
+      if (lane_index() % 4 == 0 && i < params.seqlen_q) {
+        stats[of_entry * params.seqlen_q + i] = x;
+      }
+      continue;
     }
-    // Within 8 ulp of lse, or of 1.
-    const float roundings =
-        8 * 0x1p-23f * fmaxf(1, fabsf(log_sum[r]) * static_cast<float>(kLn2));
-    // Rows that do not exist have an infinite lse and no total.
-    const float factor = x > 0 && fabsf(x - 1) <= roundings ? 1 / x : 1.f;
+    if constexpr (kHasSinks) x += total_of_sink(scores, log_sum[r]);
+    const float factor = factor_of(x, log_sum[r]);
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
       sums[r / 2][n][r % 2 * 2] *= factor;
@@ -289,6 +293,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   const int i0 = view.i0;
   const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
+  if constexpr (kSplitsLoop) {
+    const index_t rows = split_index(num_splits) * grads.num_kept * params.seqlen_q;
+    dq += rows * params.head_dim;
+  }
   const float nonfinite = store_sums(
       dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0], grads.row[0],
       grads.col[0], sums, static_cast<float>(params.scale) / kLift,

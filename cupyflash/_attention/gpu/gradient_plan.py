@@ -164,37 +164,49 @@ class Kernels:
         return self.part_of(part, tile, blocks, entries, names, matrix, dtype, **more)
 
     def part_of(
-        self, part, tile, blocks, entries, names, matrix=None, dtype=None, **more
-    ) -> Part:
-        """The same over given entries; `matrix` is what it writes for each of them."""
+        self, part, tile, blocks, entries, names, matrix=None, dtype=None, splits=1,
+        **more,
+    ) -> Part:  # fmt: skip
+        """The same over given entries; `matrix` is what it writes for each of them.
+
+        If blocks share a loop, each of the `splits` writes terms of its own.
+        """
         targets = [self.layout.targets[name] for name in names]
         matrices = [matrix or self.matrix(name) for name in names]
         dtype = dtype or self.forward.dtype
         # An axis of the matrix that the kernel keeps although the gradient lacks it.
-        outside = entries.has_terms or any(
-            n > 1 and not step
-            for target, shape in zip(targets, matrices, strict=True)
-            for n, step in zip(shape, (target.row, target.col), strict=True)
+        outside = (
+            splits > 1
+            or entries.has_terms
+            or any(
+                n > 1 and not step
+                for target, shape in zip(targets, matrices, strict=True)
+                for n, step in zip(shape, (target.row, target.col), strict=True)
+            )
         )
         sums, terms, into, grad = [], {}, tuple(names), dtype
+        if splits > 1:
+            more["splits"] = splits
         if outside:
             grad = self.forward.compute_dtype
             into = tuple(f"{name}_terms" for name in names)
             kept = zip(names, targets, matrices, strict=True)
             targets = []
             for name, target, matrix_shape in kept:
-                full = (*entries.terms_shape, *matrix_shape)
-                *steps, row, col = (
+                full = (splits, *entries.terms_shape, *matrix_shape)
+                _, *steps, row, col = (
                     0 if n == 1 else s
                     for n, s in zip(full, contiguous_strides(full), strict=True)
                 )
                 targets.append(Target(tuple(steps), row, col))
-                out_strides = (*target.entries, target.row, target.col)
+                out_strides = (0, *target.entries, target.row, target.col)
+                if splits == 1:
+                    full, out_strides = full[1:], out_strides[1:]
                 sums.append(self.sum(full, out_strides, dtype, name))
                 terms[f"{name}_terms"] = num_bytes(full, grad)
         config = self.row.config(
             part, tile, self.forward, self.layout.batch_dims, grad,
-            blocks * entries.num_kept, **more,
+            blocks * entries.num_kept * splits, **more,
         )  # fmt: skip
         fields = gradient_layout.entries_fields(entries, targets)
         params = self.params, self.grads(**fields)

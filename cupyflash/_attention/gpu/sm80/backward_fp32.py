@@ -1,5 +1,6 @@
 """The kernel spec of float32 gradients on tensor cores of sm_80 and newer."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,11 @@ DIMS = (64, 128)
 # kGranule, kLargestTile, kBytesTileStats and kBytesStats of
 # attention/sm80/fp32_backward.cuh.
 _GRANULE, _LARGEST_TILE, _TILE_STATS, _STATS = 32, 128, 128, 384
-_PREPARE_THREADS = 128
+_PREPARE_THREADS, _WARP = 128, 32
 _STATIC = 256  # bytes of static shared memory of a block, at most
+# Blocks that leave multiprocessors idle share loops of so many granules or more, and
+# each gets at least so many of them.
+_LONG_LOOP, _LEAST_OF_LOOP = 16, 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ _SOURCES = {
     "_queries": "attention/sm80/fp32_backward_dq.cu",
     "_keys": "attention/sm80/fp32_backward_dkdv.cu",
     "_prepare": "attention/sm80/fp32_backward_split.cu",
+    "_finish": "attention/sm80/fp32_backward_dq_finish.cu",
 }
 
 
@@ -89,26 +94,36 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     """
 
     tiles: dict[tuple[str, bool], _Tiles]
-    # The least queries, and keys, for which splitting float32 pays off.
+    # The least queries and keys for which splitting float32 pays off, or the least of
+    # the longer of the two.
     least: int = 64
-    # Allowed bytes of split k and v per byte of out.
+    least_of_longer: int = 128
+    # Allowed bytes of split k and v per byte of out, dk and dv.
     most_split_bytes: float = 4
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         if reason := spec.refuse_mma(forward, device, ("float32",), DIMS[-1]):
             return reason
-        if min(forward.seqlen_q, forward.seqlen_k) < self.least:
-            return f"splits float32 from {self.least} queries and keys on"
+        shorter, longer = sorted((forward.seqlen_q, forward.seqlen_k))
+        if shorter == 0:
+            return "there are no queries or no keys"
+        if shorter < self.least and longer < self.least_of_longer:
+            return (
+                f"splits float32 from {self.least} queries and keys on, or "
+                f"{self.least_of_longer} of either"
+            )
         if reason := too_many(self.counts(problem, device)):
             return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
         split_bytes = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
-        if (
-            split_bytes
-            > self.most_split_bytes * 4 * num_rows(forward) * forward.head_dim_v
-        ):
-            return f"keys in parts would take {split_bytes} bytes, much more than out"
+        numbers = num_rows(forward) * forward.head_dim_v
+        numbers += math.prod(problem.k_shape) + math.prod(problem.v_shape)
+        if split_bytes > self.most_split_bytes * 4 * numbers:
+            return (
+                f"keys in parts would take {split_bytes} bytes, much more than out, "
+                "dk and dv"
+            )
         if any(self.tile(part, forward, device) is None for part in _PARTS):
             return too_large(forward, device)
         return None
@@ -130,8 +145,22 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             (tile for tile in tiles if tile.fits(part, dim, parts, device)), None
         )
 
+    def num_splits(self, part, forward, device, blocks: int) -> int:
+        """Blocks that share the loop of one of `blocks`."""
+        tile = self.tile(part, forward, device)
+        other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
+        loop = -(-other // _GRANULE)
+        if tile is None or loop < _LONG_LOOP or 2 * blocks > device.num_sms:
+            return 1
+        resident = device.num_sms * tile.min_blocks
+        return min(resident // blocks, loop // _LEAST_OF_LOOP)
+
+    def blocks_of_finish(self, forward) -> int:
+        """Blocks of an entry of the kernel that adds sums of splits: a warp a query."""
+        return -(-forward.seqlen_q // _GRANULE) * _GRANULE * _WARP // _PREPARE_THREADS
+
     def config(
-        self, part, tile, forward, batch_dims, grad, num_blocks, **more
+        self, part, tile, forward, batch_dims, grad, num_blocks, splits=1, **more
     ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
@@ -142,14 +171,15 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             "STAGES": 1 if tile is None else tile.stages,
         }
         if tile is None:
-            # Of the options, only lengths matter to it.
-            forward = without_options(forward, "query_lengths", "key_lengths")
+            forward = without_options(forward, *_SEEN_BY[part])
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
             switches |= two_level_sum(forward, part[1:])
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
+        if splits > 1:
+            switches["LOOP_SPLITS"] = 1
         return launch_config(
             forward,
             batch_dims,
@@ -193,22 +223,25 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
 
     def configs(self, forward, batch_dims, device, everything):
         yield rows_config(forward, batch_dims)
-        yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
+        for part, splits in (("_prepare", 1), ("_finish", 2)):
+            yield self.config(part, None, forward, batch_dims, "float32", 1, splits)
         dim, parts = self.dim(forward), self.parts(forward)
         for part in _PARTS:
             tiles = self.tiles[part, has_terms(forward)][dim]
             fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
             if not everything:
                 del fitting[1:]
-            for tile in fitting:
+            for tile, splits in itertools.product(fitting, (1, 2)):
                 for names in made_by(part, tile):
                     yield self.config(
-                        part, tile, forward, batch_dims, "float32", 1,
+                        part, tile, forward, batch_dims, "float32", 1, splits,
                         **makes(part, names),
                     )  # fmt: skip
 
 
 _PARTS = ("_queries", "_keys")
+# The options that matter to the other kernels.
+_SEEN_BY = {"_prepare": ("query_lengths", "key_lengths"), "_finish": ("sinks",)}
 
 
 def made_by(part: str, tile: MmaSplitVjpTile) -> tuple[tuple[str, ...], ...]:

@@ -55,11 +55,22 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
         launches.extend(part.launches(inputs))
         scratch.update(part.terms)
 
-    queries, section = _own(make, "_queries", ("dq",))
-    add(queries, "split", "lse", "delta", "stats", "found", section)
+    queries, *numbers = _own(make, "_queries", ("dq",))
+    if len(numbers) == 1:
+        add(queries, "split", "lse", "delta", "stats", "found", *numbers)
+    else:
+        *_, splits = numbers
+        terms = queries.terms["dq_terms"]
+        queries = queries._replace(
+            into=("dq_splits",), sums=(), terms={"dq_splits": terms}
+        )
+        scratch["totals"] = 4 * num_rows * splits
+        add(queries, "split", "lse", "delta", "totals", "found", *numbers)
+        rows = ("lse", "delta", "stats", "found")
+        add(_finish(make), "dq_splits", "totals", *rows, splits)
     for names in made_by("_keys", row.tile("_keys", forward, device)):
-        keys, section = _own(make, "_keys", names)
-        add(keys, "split", "stats", "found", section)
+        keys, *numbers = _own(make, "_keys", names)
+        add(keys, "split", "stats", "found", *numbers)
     inputs = ("q", "k", "v", "dout")
     again = fallback(("dq",), forward, layout, device, OWN_LSE=1)
     launches.append(again.launch((*inputs, "lse", "delta"), "found", "fallback_lse"))
@@ -71,8 +82,8 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
     return Steps([*launches, *add_sinks], scratch, FOUND_BYTES)
 
 
-def _own(make: Kernels, part, names) -> tuple[Part, int]:
-    """The kernel for `names`, and entries of a section."""
+def _own(make: Kernels, part, names) -> tuple[Part, *tuple[int, ...]]:
+    """The kernel for `names`, entries of a section, and splits of loops if any."""
     forward, layout, device = make.forward, make.layout, make.device
     of_queries = part == "_queries"
     seqlen, other = forward.seqlen_q, forward.seqlen_k
@@ -89,10 +100,22 @@ def _own(make: Kernels, part, names) -> tuple[Part, int]:
             layout.shape, targets, blocks, walk, device.num_sms
         )
     )
-    made = make.part_of(part, tile, blocks, entries, names, **makes(part, names))
+    splits = make.row.num_splits(part, forward, device, blocks * entries.num_kept)
+    made = make.part_of(
+        part, tile, blocks, entries, names, splits=splits, **makes(part, names)
+    )
     # A kernel that computes only dk or dv has parameters for both.
     if names in (("dk",), ("dv",)):
         made = made._replace(into=made.into * 2)
     num_summed = math.prod(layout.shape) // entries.num_kept
     section = make.row.section(part, forward, device, entries.num_kept, num_summed)
-    return made, section
+    return (made, section) if splits == 1 else (made, section, splits)
+
+
+def _finish(make: Kernels) -> Part:
+    """The kernel that adds dq and totals of the splits of a loop."""
+    forward, layout = make.forward, make.layout
+    entries = gradient_layout.keep_entries(layout.shape, {"dq": layout.targets["dq"]})
+    blocks = make.row.blocks_of_finish(forward)
+    # The switch makes it read sums of splits, however many there are.
+    return make.part_of("_finish", None, blocks, entries, ("dq",), LOOP_SPLITS=1)

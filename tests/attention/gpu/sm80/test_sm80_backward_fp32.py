@@ -52,10 +52,20 @@ def test_takes(arch, precision, head_dim, options):
         (problem(), "sm_75", "needs sm_80"),
         (problem(head_dim=129), "sm_90a", "head_dim 129 is above 128"),
         (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 128"),
-        (problem(seqlen_k=63), "sm_90a", "from 64 queries and keys on"),
-        (problem(seqlen_q=63), "sm_90a", "from 64 queries and keys on"),
-        (problem(head_dim=31), "sm_90a", "much more than out"),
-        (problem(seqlen_q=64, seqlen_k=1 << 20), "sm_90a", "much more than out"),
+        (problem(seqlen_q=63, seqlen_k=127), "sm_90a", "from 64 queries and keys on"),
+        (problem(seqlen_q=127, seqlen_k=63), "sm_90a", "or 128 of either"),
+        (problem(seqlen_k=0), "sm_90a", "no keys"),
+        (problem(head_dim=7), "sm_90a", "much more than out"),
+        # Entries of the batch share k and v, whose parts do not: dk has one entry.
+        (
+            dataclasses.replace(
+                problem(seqlen_q=64, seqlen_k=1 << 14, batch=(64,)),
+                k_shape=(64, 1 << 14, 64),
+                v_shape=(64, 1 << 14, 64),
+            ),
+            "sm_90a",
+            "much more than out",
+        ),
         (problem(batch=(1 << 26,)), "sm_90a", "32 bits"),
     ],
 )
@@ -76,9 +86,37 @@ def test_compile_list_has_both_precisions(precision):
     }
     assert found == {
         (f"attention_vjp_mma_split{part}", str(dim))
-        for part in (*PARTS, "_prepare")
+        for part in (*PARTS, "_prepare", "_finish")
         for dim in DIMS
     }
+
+
+@pytest.mark.parametrize("seqlens", [(1, 128), (8, 4096), (4096, 1), (512, 1 << 15)])
+def test_takes_few_of_one_and_many_of_the_other(seqlens):
+    """What these give up on leaves one loop over all rows to each block."""
+    sizes = {"seqlen_q": seqlens[0], "seqlen_k": seqlens[1]}
+    asked = problem(num_heads=16, num_kv_heads=16, **sizes)
+    assert MMA_SPLIT_VJP.unsupported_reason(asked, device("sm_90a")) is None
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("head_dim", DIMS)
+def test_blocks_share_loops_only_where_multiprocessors_are_idle(part, head_dim):
+    card = device("sm_90a")
+
+    def splits(loop, blocks):
+        other = "seqlen_k" if part == "_queries" else "seqlen_q"
+        asked = problem(head_dim=head_dim, **{other: loop}).forward
+        return MMA_SPLIT_VJP.num_splits(part, asked, card, blocks)
+
+    forward = problem(head_dim=head_dim).forward
+    resident = card.num_sms * MMA_SPLIT_VJP.tile(part, forward, card).min_blocks
+    for loop, most in ((480, 1), (512, 4), (4096, 32), (1 << 20, resident)):
+        assert splits(loop, 1) == most
+    half = card.num_sms // 2
+    assert splits(1 << 20, half) == resident // half
+    assert splits(1 << 20, half + 1) == 1
+    assert splits(1 << 20, 10 * resident) == 1
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -198,6 +236,97 @@ BOUNDS = {
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
 def test_every_length(cupy, rng, forced, name, seqlens, dims):
     check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+# Blocks share the loop over keys, that over queries, and both; a split that is empty.
+LONG_LOOPS = ((5, 1000), (1000, 3), (515, 700), (64, 2049))
+
+
+def launches(cupy, q, k, v, dout):
+    """What explain says of a call."""
+    q, k, v = (cupy.asarray(x) for x in (q, k, v))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    return str(
+        cupyflash.explain("attention_vjp", cupy.asarray(dout), q, k, v, out, lse)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", LONG_LOOPS)
+@pytest.mark.parametrize("dims", [(64, 64), (100, 128)])
+def test_blocks_share_long_loops(cupy, rng, forced, name, seqlens, dims):
+    check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", LONG_LOOPS)
+def test_which_loops_are_shared(cupy, rng, forced, seqlens):
+    arrays = inputs(rng, q=(1, 2, seqlens[0], 64), k=(1, 2, seqlens[1], 64))
+    told = launches(cupy, *arrays)
+    assert ("fp32_backward_dq_finish.cu" in told) == (seqlens[1] >= 512)
+    assert ("backward_reduce.cu" in told) == (seqlens[0] >= 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_all_options_of_shared_loops(cupy, rng, forced, precision):
+    for shape in ((1, 4, 20, 700), (1, 4, 700, 20)):
+        _, heads, queries, keys = shape
+        options = {
+            "bias": rng.normal(size=shape[1:]).astype(np.float32),
+            "mask": rng.random((queries, keys)) < 0.8,
+            "sinks": rng.normal(size=heads).astype(np.float32),
+            "alibi_slopes": (rng.random(heads) * 0.1).astype(np.float32),
+            "query_lengths": np.array([queries - 3]),
+            "key_lengths": np.array([keys - 7]),
+            "softcap": 4.0,
+            "window": (600, 600),
+        }
+        if precision == "float32":
+            check(cupy, rng, (64, 64), (4, 2), shape[2:], batch=(1,), **options)
+        arrays = inputs(rng, q=(1, 4, queries, 64), k=(1, 2, keys, 64))
+        dlse = rng.normal(size=shape[:3]).astype(np.float32)
+        agree(cupy, *arrays, dlse=dlse, causal=True, precision=precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "batch_k"), [((3,), (1,)), ((1,), (3,)), ((2,), ())])
+@pytest.mark.parametrize("seqlens", [(6, 600), (600, 6)])
+def test_shared_loops_of_shared_arrays(cupy, rng, forced, batch, batch_k, seqlens):
+    """Sums over entries stand beside sums over splits."""
+    shapes = {"q": (*batch, 4, seqlens[0], 64), "k": (*batch_k, 1, seqlens[1], 64)}
+    agree(cupy, *inputs(rng, **shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_shared_loops_give_way_to_plain_float32(cupy, rng, forced, bad):
+    for shape in ((1, 2, 600, 64), (1, 2, 9, 64)):
+        other = (1, 2, 609 - shape[2], 64)
+        q, k, v, dout = inputs(rng, q=shape, k=other)
+        k[0, 1, 3, 5] = bad
+        agree(cupy, q, k, v, dout)
+
+
+@pytest.mark.gpu
+def test_many_queries_without_keys(cupy, rng):
+    """Without any row in front."""
+    q, k, v, dout = inputs(rng, q=(1, 2, 700, 64), k=(1, 2, 0, 64))
+    grads = agree(cupy, q, k, v, dout)
+    assert not to_host(grads.dq).any()
+    assert grads.dk.shape == k.shape
+
+
+@pytest.mark.gpu
+def test_shared_loops_have_the_same_bits_again(cupy, rng, forced):
+    shape = 1, 1, 700, 64
+    q, k, v, dout = (cupy.asarray(x) for x in inputs(rng, q=shape, k=shape))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    first = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    again = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    for a, b in zip(first[:3], again[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a), to_host(b))
 
 
 @pytest.mark.gpu

@@ -68,8 +68,18 @@ def silently(function: Callable, *args: Any) -> Any:
     return _silent.copy().run(function, *args)
 
 
+_helper = threading.local()
+
+
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Cores that the call of this thread may use.
+
+    A helper, which is kept off one of them, has those of its caller: tasks are cut by
+    their number, so that their results would depend on who takes them.
+    """
+    cores = getattr(_helper, "num_cores", None)
+    if cores is not None:
+        return cores
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -96,9 +106,6 @@ class _Place(NamedTuple):
 def _place():
     getcpu = _getcpu()
     return _Place(threading.get_native_id(), getcpu and getcpu())
-
-
-_helper = threading.local()
 
 
 def _keep_off(caller):
@@ -294,10 +301,12 @@ def _set_num_threads(library, num_threads):
 class _Job:
     """The tasks of one call, and the threads that take them."""
 
-    def __init__(self, function, runs, cores):
+    def __init__(self, function, runs, num_threads):
         self._function = function
         self._remaining = collections.deque(runs)
-        self._cores = cores
+        self._num_cores = num_cores()
+        # A test, perhaps, wants more threads than there are cores.
+        self.cores = max(self._num_cores, num_threads)
         self._lock = threading.Lock()
         self._closed = False  # helpers that come now are too late
         self._num_helping = 0
@@ -334,8 +343,9 @@ class _Job:
         thread = threading.get_ident()
         _shared.helpers.add(thread)
         try:
+            _helper.num_cores = self._num_cores
             _keep_off(self._caller)
-            self.work(lambda: not _shared.crowded(self._cores))
+            self.work(lambda: not _shared.crowded(self.cores))
         except BaseException as failure:
             self.cancel(failure)
         finally:
@@ -389,15 +399,13 @@ def for_each(
     # both have the kernel clear one.
     run = max(1, len(tasks) // (_RUNS_PER_THREAD * max(1, num_threads)))
     runs = [tasks[i : i + run] for i in range(0, len(tasks), run)]
-    # Those of a test, perhaps, which wants more threads than there are cores.
-    cores = max(num_cores(), num_threads)
-    job = _Job(function, runs, cores)
+    job = _Job(function, runs, num_threads)
     caller = threading.get_ident()
     try:
         _shared.callers.add(caller)
         if blas:
             _shared.hold_blas(caller)
-        if num_threads > 1 and not _shared.crowded(cores - 1):
+        if num_threads > 1 and not _shared.crowded(job.cores - 1):
             _shared.call_helpers(job.help, num_threads - 1)
         job.work()
         job.wait()

@@ -90,6 +90,22 @@ def test_a_helper_keeps_off_the_core_of_its_caller(two_cores):
     assert all(cores < own and len(own - cores) == 1 for cores in found)
 
 
+@pytest.mark.skipif(threads.num_cores() < 2, reason="one core")
+def test_a_helper_counts_the_cores_of_its_caller():
+    """Tasks that are cut by their number are cut alike, whoever takes them."""
+    caller, found, cores = threading.get_ident(), [], threads.num_cores()
+
+    def look(task, scratch):
+        time.sleep(0.002)
+        if threading.get_ident() != caller:
+            found.append(threads.num_cores())
+
+    for _ in range(2):
+        threads.for_each(look, range(50), 2)
+    assert found
+    assert set(found) == {cores} == {threads.num_cores()}
+
+
 def test_calls_inside_of_calls_of_other_threads_share_the_hold():
     before, found = blas_threads(), []
 

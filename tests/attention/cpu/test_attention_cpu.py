@@ -99,6 +99,37 @@ def test_a_call_like_one_before_has_the_same_bits(rng, dtype, shape, option):
     )
 
 
+@pytest.mark.skipif(threads.num_cores() < 2, reason="one core")
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bits_do_not_depend_on_which_thread_takes_a_task(rng, dtype, causal):
+    """One head of many tasks, whose keys are cut by the rows of a task."""
+    q = rng.normal(size=(1, 333, 16)).astype(dtype)
+    k, v = rng.normal(size=(2, 1, 5001, 16)).astype(dtype)
+
+    def call():
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        grads = cupyflash.attention_vjp(out, q, k, v, out, lse, causal=causal)
+        return [out, lse, *grads[:3]]
+
+    first = call()
+    taken = []  # so that threads sometimes take tasks of others
+
+    def work():
+        taken.extend(call() for _ in range(5))
+
+    callers = [threading.Thread(target=work) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    taken.extend(call() for _ in range(10))
+    assert len(taken) == 20
+    for results in taken:
+        for x, expected in zip(results, first, strict=True):
+            np.testing.assert_array_equal(x, expected)
+
+
 def test_a_known_call_sees_other_values(rng):
     q, k, v = arrays(rng, 2, 3, 5, 8)
     for _ in range(3):

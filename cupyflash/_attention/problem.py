@@ -365,13 +365,16 @@ def _check_reach(name, given, x, dtype):
     if not isinstance(x, np.ndarray):
         return
     _, most = _NORMAL_NUMBERS["float32"]
-    size = np.abs(x) if name == "alibi_slopes" else x
-    beyond = np.isfinite(x) & (size > most)
-    if beyond.any():
-        raise ValueError(
-            f"{name} must be finite in float32, as scores of {dtype} inputs are: up to "
-            f"{most:.3g}, got {x[beyond].flat[0]:.6g}; only float64 inputs take more"
-        )
+    for block in _arrays.blocks_of(x):
+        size = np.abs(block) if name == "alibi_slopes" else block
+        if size.max() <= most:
+            continue
+        beyond = block[np.isfinite(size) & (size > most)]
+        if beyond.size:
+            raise ValueError(
+                f"{name} must be finite in float32, as scores of {dtype} inputs are: "
+                f"up to {most:.3g}, got {beyond[0]:.6g}; only float64 inputs take more"
+            )
 
 
 def check_lengths(name, lengths, axis, size):

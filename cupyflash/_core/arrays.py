@@ -5,7 +5,7 @@ import math
 import numbers
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -451,3 +451,12 @@ def same_view(a: Any, b: Any) -> bool:
 def _steps(x):
     """The strides that are ever taken: those of axes of one element may be any."""
     return [s for n, s in zip(x.shape, x.strides, strict=True) if n > 1]
+
+
+def blocks_of(x: np.ndarray) -> Iterator[np.ndarray]:
+    """All numbers of `x`, as vectors of up to 2^16; what is broadcast comes once."""
+    once = tuple(slice(None if stride else 1) for stride in x.strides)
+    flags = ("external_loop", "buffered", "zerosize_ok")
+    for block in np.nditer(x[once], flags, buffersize=1 << 16):
+        if block.size:
+            yield block

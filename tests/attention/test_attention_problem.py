@@ -596,6 +596,21 @@ def test_numbers_beyond_the_dtype_of_the_scores(name, dtype, as_array):
     assert np.isfinite(cupyflash.attention(wide, wide, wide, **{name: value})).all()
 
 
+@pytest.mark.parametrize("place", [(0, 0), (299, 399), (150, 7)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_number_of_many_beyond_the_dtype_of_the_scores(place, turned):
+    q, k = np.ones((300, 4), np.float32), np.ones((400, 4), np.float32)
+    bias = np.zeros((300, 400), order="F" if turned else "C")
+    bias[place] = 1e39
+    bias[149, ::3], bias[10] = np.nan, np.inf  # which scores have, too
+    bias[0, 1:], bias[298] = -np.inf, -1e300
+    for x in (bias, np.broadcast_to(bias, (1, 300, 400))[0], bias.astype(">f8")):
+        with pytest.raises(ValueError, match=r"bias must be finite .* got 1e\+39"):
+            cupyflash.attention(q, k, k, bias=x)
+    bias[place] = np.inf
+    cupyflash.attention(q, k, k, bias=bias)
+
+
 def test_numbers_far_below_float32_hide():
     q = np.ones((3, 4), np.float32)
     plain, lse = cupyflash.attention(q, q, q, return_lse=True)

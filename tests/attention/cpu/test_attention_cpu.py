@@ -833,6 +833,37 @@ def test_memory_of_many_entries(rng):
     assert peak - out.nbytes < 4 << 20  # the scores of all are 8 MiB
 
 
+def test_memory_of_a_wide_bias(rng):
+    """A float64 bias beside float32 queries is looked at in blocks, each number once."""
+    q, k, v = rng.normal(size=(3, 8, 1500, 16)).astype(np.float32)
+    row, full = rng.normal(size=1500), rng.normal(size=(2400, 1500))[::-2]
+    own = q[:1, :1200], k[:1], v[:1]
+    for (q_, k_, v_), bias in (
+        ((q, k, v), np.broadcast_to(row, (8, 1500, 1500))),
+        (own, full),
+        ((k[:1], own[0], own[0]), full.T),
+    ):
+        out, lse = cupyflash.attention(q_, k_, v_, bias=bias, return_lse=True)
+        narrow = bias.astype(np.float32)
+        expected = cupyflash.attention(q_, k_, v_, bias=narrow)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+        for call in (
+            lambda b, a=(q_, k_, v_): cupyflash.attention(*a, bias=b),
+            lambda b, a=(q_, k_, v_): cupyflash.explain("attention", *a, bias=b),
+            lambda b, a=(out, q_, k_, v_, out, lse): cupyflash.attention_vjp(
+                *a, bias=b
+            ),
+        ):
+            peaks = []
+            for b in (narrow, bias):
+                call(b)
+                tracemalloc.start()
+                call(b)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+                tracemalloc.stop()
+            assert peaks[1] - peaks[0] < 3 << 19  # one bool of each is 1.7 or 17 MiB
+
+
 # --- values near the ends of the range -----------------------------------------------
 
 

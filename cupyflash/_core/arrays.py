@@ -456,7 +456,7 @@ def _steps(x):
 def blocks_of(x: np.ndarray) -> Iterator[np.ndarray]:
     """All numbers of `x`, as vectors of up to 2^16; what is broadcast comes once."""
     once = tuple(slice(None if stride else 1) for stride in x.strides)
-    flags = ("external_loop", "buffered", "zerosize_ok")
-    for block in np.nditer(x[once], flags, buffersize=1 << 16):
-        if block.size:
-            yield block
+    blocks: Any = np.nditer(
+        x[once], ("external_loop", "buffered", "zerosize_ok"), buffersize=1 << 16
+    )
+    yield from (block for block in blocks if block.size)

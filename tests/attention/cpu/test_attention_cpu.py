@@ -834,7 +834,7 @@ def test_memory_of_many_entries(rng):
 
 
 def test_memory_of_a_wide_bias(rng):
-    """A float64 bias beside float32 queries is looked at in blocks, each number once."""
+    """A float64 bias beside float32 queries is looked at in blocks, a number once."""
     q, k, v = rng.normal(size=(3, 8, 1500, 16)).astype(np.float32)
     row, full = rng.normal(size=1500), rng.normal(size=(2400, 1500))[::-2]
     own = q[:1, :1200], k[:1], v[:1]

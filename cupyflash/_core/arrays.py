@@ -28,11 +28,20 @@ def is_cupy(x: Any) -> bool:
     kind = type(x)
     if kind in CUPY_CLASSES:
         return True
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(x, cupy.ndarray):
+    array = _class_of("cupy", "ndarray")
+    if array is None or not isinstance(x, array):
         return False
     CUPY_CLASSES.add(kind)
     return True
+
+
+def _class_of(module, name):
+    """A class of a module that may be imported, or not yet to the end; or None.
+
+    While another thread imports a module, ``sys.modules`` has it without its classes:
+    no object can be of one of them.
+    """
+    return getattr(sys.modules.get(module), name, None)
 
 
 def lives_on_gpu(x: Any) -> bool:
@@ -125,8 +134,8 @@ def _refuse_other_arrays(x):
 def _adopt_as(name, x):
     """`x` adopted, or an error that names it."""
     # Who has a masked array has imported numpy.ma, which takes NumPy a while.
-    masked = sys.modules.get("numpy.ma")
-    if masked is not None and isinstance(x, masked.MaskedArray):
+    masked = _class_of("numpy.ma", "MaskedArray")
+    if masked is not None and isinstance(x, masked):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled() "
             "with a value, and the mask as a separate argument"

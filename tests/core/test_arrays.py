@@ -1,6 +1,7 @@
 """Kinds of array, dtypes, and the refusals that both operations share."""
 
 import sys
+import types
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +66,16 @@ def test_adopt_takes_lists_and_drops_subclasses():
     assert type(_arrays.adopt([[1, 2], [3, 4]])) is np.ndarray
     masked = np.ma.masked_array([1.0, 2.0], mask=[True, False])
     assert type(_arrays.adopt(masked)) is np.ndarray
+
+
+@pytest.mark.parametrize("module", ["numpy.ma", "cupy"])
+def test_a_module_that_another_thread_is_importing(monkeypatch, module):
+    """Until its import ends it is in sys.modules without its classes."""
+    monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setattr(_arrays, "CUPY_CLASSES", set())
+    xp, arrays = _arrays.adopt_all(x=[1.0, 2.0])
+    assert xp is np
+    assert type(arrays["x"]) is np.ndarray
 
 
 def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):

@@ -254,6 +254,9 @@ print("\n".join(failed) or "none")
 #   formula makes the same error. To see it:
 #   ``python tests/support/fuzz.py attention 5016183 --sizes 4 --budget 8 --xp numpy``.
 #
+# * *logsumexp on a GPU with huge finite weights*, whose sum overflows float64,
+#   such as ``b=1e308`` over four zeros, may give inf or NaN. On NumPy it is right.
+#
 # * *float32 gradients computed in parts* lack digits where all the larger weights of a
 #   key meet zeros of dout (of q, for dk; of k, for dq). Among 32 queries, weights below
 #   2**-20 of the largest lose bits, and below 2**-40 all of them. An element of dv was

@@ -1,5 +1,7 @@
 """Logsumexp on NumPy arrays, with weights and signs."""
 
+import math
+
 import numpy as np
 
 from cupyflash._core import arrays
@@ -23,6 +25,10 @@ _NEAR_ZERO_IF_NARROW = 2.0**-20
 _FEW_TERMS = 16
 # Added to a number of at most 1 and taken away again, it leaves a multiple of 2^-40.
 _TO_40_BITS = 1.5 * 2.0**12
+
+# A factor on weights whose sum overflows: no number of terms makes up for it.
+_LESS = 2.0**-64
+_LOG_LESS = 64 * math.log(2)
 
 
 def work_dtype(problem):
@@ -177,20 +183,31 @@ def _finish(problem, block, pieces, states):
     total = sum_of_parts(
         [np.where(part == 0, 0, part * np.exp(m - top)) for m, part in states]
     )
-    infinite = ~np.isfinite(total)
+    size, unit = np.abs(total), None
+    infinite = ~np.isfinite(size)
     if infinite.any():
-        # What is subtracted has no part in a sum that is infinite, or none.
-        total = np.where(infinite, _plain_sum(block, pieces, total.dtype.type), total)
-        top = np.where(infinite, 0, top)
-    log_of_sum = np.log(np.abs(total))
+        dtype = total.dtype.type
+        if block.has_weights:  # whose sum may be too large, each of them being finite
+            fine = _sum_of_terms(block, pieces, dtype, top, _LESS)
+            fits = infinite & np.isfinite(np.abs(fine))
+            total, unit = np.where(fits, fine, total), np.where(fits, _LOG_LESS, 0.0)
+            infinite &= ~fits
+        if infinite.any():
+            # What is subtracted has no part in a sum that is infinite, or none.
+            plain = _sum_of_terms(block, pieces, dtype, 0, 1.0)
+            total, top = np.where(infinite, plain, total), np.where(infinite, 0, top)
+        size = np.abs(total)
+    log_of_sum = np.log(size)
+    if unit is not None:
+        log_of_sum += unit
     log = log_of_sum + top
     if not np.iscomplexobj(total):
         if problem.dtypes["out"] == "float64":
             # Where the result is smaller, the logarithm's own rounding shows in it.
             shows = np.abs(log) < np.abs(log_of_sum)
             if shows.any():
-                wide = np.log(np.abs(total[shows]).astype(np.longdouble))
-                log[shows] = wide + top[shows]
+                wide = np.log(size[shows].astype(np.longdouble))
+                log[shows] = wide + (top if unit is None else top + unit)[shows]
         near_zero = _NEAR_ZERO.get(problem.dtypes["out"], _NEAR_ZERO_IF_NARROW)
         redo = (np.abs(log) < near_zero) & (total > 0)
         if block.has_weights:  # which may leave nothing of the largest terms
@@ -202,12 +219,14 @@ def _finish(problem, block, pieces, states):
     return log, total
 
 
-def _plain_sum(block, pieces, dtype):
-    """sum b exp(x), as floating point has it."""
+def _sum_of_terms(block, pieces, dtype, top, less):
+    """sum (less * b) exp(x - top), as floating point has it."""
     total = 0
     for piece in pieces:
         x, b = _scores_and_weights(block, piece, dtype)
-        e = _weigh(np.exp(x, out=x), b)
+        if less != 1:
+            np.multiply(b, less, out=b)
+        e = _weigh(np.exp(np.subtract(x, top, out=x), out=x), b)
         if (absent := block.absent(piece)) is not None:
             np.copyto(e, 0, where=absent)
         total = total + row_sum(e)

@@ -26,7 +26,7 @@ _FEW_TERMS = 16
 # Added to a number of at most 1 and taken away again, it leaves a multiple of 2^-40.
 _TO_40_BITS = 1.5 * 2.0**12
 
-# A factor on weights whose sum overflows: no number of terms makes up for it.
+# A factor on terms whose sum overflows: no number of terms makes up for it.
 _LESS = 2.0**-64
 _LOG_LESS = 64 * math.log(2)
 
@@ -220,13 +220,14 @@ def _finish(problem, block, pieces, states):
 
 
 def _sum_of_terms(block, pieces, dtype, top, less):
-    """sum (less * b) exp(x - top), as floating point has it."""
+    """less * sum b exp(x - top), as floating point has it."""
     total = 0
     for piece in pieces:
         x, b = _scores_and_weights(block, piece, dtype)
-        if less != 1:
-            np.multiply(b, less, out=b)
-        e = _weigh(np.exp(np.subtract(x, top, out=x), out=x), b)
+        e = np.exp(np.subtract(x, top, out=x), out=x)
+        if less != 1:  # not on b, of which the smallest would become absent
+            np.multiply(e, less, out=e)
+        _weigh(e, b)
         if (absent := block.absent(piece)) is not None:
             np.copyto(e, 0, where=absent)
         total = total + row_sum(e)

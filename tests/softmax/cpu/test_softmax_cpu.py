@@ -429,3 +429,7 @@ def test_complex_weights_whose_size_overflows():
     log, phase = cupyflash.logsumexp(a, b=b, return_sign=True)
     np.testing.assert_allclose(log, np.log(2) + np.log(np.abs(b[0])), rtol=1e-15)
     np.testing.assert_allclose(phase, b[0] / np.abs(b[0]), rtol=1e-15)
+
+
+def test_the_smallest_weight_of_an_infinite_score():
+    assert cupyflash.logsumexp([np.inf, 0.0], b=[5e-324, 1.0]) == np.inf

@@ -413,10 +413,12 @@ def _share(part, state, total, where=None, *, scale, log, result):
         share = scale * (m - m_row) + (t - t_row)
         share = (share if log else xp.exp(share)).astype(part.dtype)
         found = part + share if log else part * share
-    if not bool((xp.isfinite(m) & xp.isfinite(m_row)).all()):
+    is_finite = bool((xp.isfinite(m) & xp.isfinite(m_row)).all())
+    if not is_finite:
         found = _beside_infinities(xp, found, part, m, m_row, scale, log)
-        if where is not None:
-            found = xp.where(where, found, -math.inf if log else 0)
+    # A share may be NaN for a t alone, as with a scale of 0.
+    if where is not None and not (is_finite and bool(xp.isfinite(share).all())):
+        found = xp.where(where, found, -math.inf if log else 0)
     return found.astype(result, copy=False)
 
 

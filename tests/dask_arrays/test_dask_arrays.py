@@ -81,6 +81,18 @@ def family_problem(rng):
     return function, x, options
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("scale", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_hidden_elements_beside_special_values(name, bad, scale, chunks):
+    x, where = np.array([1.0, 2.0, bad, 3.0]), np.array([True, False, True, True])
+    options = {"where": where, "scale": scale}
+    want = getattr(cupyflash, name)(x, **options)
+    y = getattr(cupyflash.dask, name)(da.from_array(x, chunks=chunks), **options)
+    np.testing.assert_allclose(y.compute(), want, rtol=1e-15)
+
+
 @pytest.mark.parametrize("first", range(0, 120, 12))
 def test_softmax_family(first):
     for seed in range(first, first + 12):

@@ -253,13 +253,15 @@ def _normalized(function, x, axis, where, scale, dtype, method, split_every, unk
         None,
         method,
     )
-    names, blocks = _aligned(problem, given)
+    chunks = given["x"].chunks
+    names, blocks = _aligned(problem, given, chunks)
     result = _chunks.result_dtype(problem)
     call = functools.partial(
         _rows, function=function, axes=problem.axes, scale=scale, method=method
     )
     if all(blocks[0].numblocks[axis] == 1 for axis in problem.axes):
-        return _elementwise(call, blocks, result, names=names)
+        found = _elementwise(call, blocks, result, names=names)
+        return _chunks.rechunk(found, chunks)  # complex rows were made whole
     compute = np.dtype(problem.compute_dtype)
     parts = _elementwise(call, blocks, compute, names=names)
     of = {"scale": problem.scale, "log": function is cupyflash.log_softmax}
@@ -276,13 +278,15 @@ def _normalized(function, x, axis, where, scale, dtype, method, split_every, unk
 _STATE = np.dtype("float64")
 
 
-def _aligned(problem, given):
-    """(names, arrays) of the shape of the problem, with one another's chunks.
+def _aligned(problem, given, chunks=None):
+    """(names, arrays) of the shape of the problem, in `chunks` or one another's.
 
     Complex rows are made whole: their numbers have no order of size.
     """
     axes = tuple(range(len(problem.shape)))
     spread = [da.broadcast_to(x, problem.shape) for x in given.values()]
+    if chunks is not None:
+        spread = [_chunks.rechunk(x, chunks) for x in spread]
     blocks = _chunks.unified(*(y for x in spread for y in (x, axes)))
     if problem.is_complex:
         whole = dict.fromkeys(problem.axes, -1)

@@ -93,6 +93,21 @@ def test_hidden_elements_beside_special_values(name, bad, scale, chunks):
     np.testing.assert_allclose(y.compute(), want, rtol=1e-15)
 
 
+@pytest.mark.parametrize("axis", [0, 1, None])
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_results_have_the_chunks_of_x(name, dtype, axis):
+    x = np.arange(12).reshape(3, 4).astype(dtype)
+    where = np.array([True, False, True, True])
+    given = da.from_array(x, chunks=((2, 1), (1, 3)))
+    for where_chunks in (1, 2, 4):
+        hidden = da.from_array(where, chunks=where_chunks)
+        y = getattr(cupyflash.dask, name)(given, axis, where=hidden)
+        assert y.chunks == given.chunks
+        want = getattr(cupyflash, name)(x, axis, where=where)
+        np.testing.assert_allclose(y.compute(), want, rtol=1e-6)
+
+
 @pytest.mark.parametrize("first", range(0, 120, 12))
 def test_softmax_family(first):
     for seed in range(first, first + 12):

@@ -197,8 +197,23 @@ def slope_of(kernel: Kernel) -> tuple[Kernel, float]:
     if kernel.expression is None:
         assert kernel.slope is not None
         return KERNELS[kernel.slope], kernel.slope_factor
-    expression = kernel.expression.derivative
-    return _of_expression(expression, kernel.numbers), -1.0
+    row = _of_expression(kernel.expression.derivative, kernel.numbers)
+    return row._replace(value=_without_cusp(row.value)), -1.0
+
+
+def _without_cusp(slope):
+    """A slope that is 0 where points coincide and it is not finite, as at a cusp."""
+
+    def value(d2):
+        together = d2 == 0
+        if not together.any():
+            return slope(d2)
+        with np.errstate(all="ignore"):
+            at_0 = slope(np.zeros(1, d2.dtype))[0]
+        apart = slope(np.where(together, 1.0, d2).astype(d2.dtype, copy=False))
+        return np.where(together, at_0 if np.isfinite(at_0) else 0.0, apart)
+
+    return value
 
 
 def _traced(function):

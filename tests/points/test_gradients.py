@@ -126,6 +126,37 @@ def test_coinciding_points_of_a_cusp():
         assert (found.dx == 0).all()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_function_with_a_cusp(dtype):
+    """Coinciding points contribute nothing, as with the same kernel by name."""
+    x = np.random.default_rng(3).normal(size=(5, 3)).astype(dtype)
+    b, dout = np.arange(5, dtype=dtype), np.ones(5, dtype)
+
+    def laplacian(d2):
+        return np.exp(-np.sqrt(d2))
+
+    def gaussian(d2):  # the derivative at 0 is a number and counts
+        return np.exp(-0.5 * d2)
+
+    for function in laplacian, gaussian:
+        for ours, theirs in zip(
+            *(
+                (
+                    points.kernel_sum_vjp(dout, x, x, b, kernel=kernel),
+                    points.logsumexp_vjp(dout, x, x, kernel=kernel),
+                    points.mean_vjp(dout, x, x, b, kernel=kernel),
+                )
+                for kernel in (function, function.__name__)
+            ),
+            strict=True,
+        ):
+            for name in "dx", "dy", "dbandwidth":
+                np.testing.assert_allclose(
+                    getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-6
+                )
+
+
 def test_vectors_and_errors():
     x, y, v, weights, dout, dlse = arguments()
     found = points.kernel_sum_vjp(dout[..., 0], x, y, v[:, 0])

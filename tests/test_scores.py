@@ -116,6 +116,73 @@ def test_t5_bias(bidirectional):
     same(out, bias=bias)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        ((32, 9, True), 8),
+        ((32, 8, True), 8),
+        ((8, 5, False), 4),
+        ((8, 4, False), 4),
+        ((4, 1, True), 1),
+        ((2, 1, False), 1),
+    ],
+)
+def test_t5_bias_of_a_small_max_distance(arguments, near):
+    """A bucket each for what is near, and one for all from max_distance on."""
+    buckets, far, bidirectional = arguments
+    table = np.arange(buckets, dtype=float)[:, None] * np.ones(HEADS)
+    one, found = np.zeros((1, 1, 1)), []
+    for distance in range(30):  # one key alone: its score is the lse
+        _, lse = attention(
+            one, one, one,
+            score=scores.t5_bias(*arguments), score_arrays={"table": table[:, :1]},
+            query_offset=distance, return_lse=True,
+        )  # fmt: skip
+        found.append(int(lse[0, 0]))
+    count = buckets // 2 if bidirectional else buckets
+    assert found[:near] == list(range(near))
+    assert set(found[far:]) == {count - 1}
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((32, 7), "max_distance must be at least 8, .* got 7"),
+        ((32, 1), "max_distance must be at least 8, .* got 1"),
+        ((8, 3, False), "max_distance must be at least 4, .* got 3"),
+        ((3, 8), "num_buckets must be at least 4 with bidirectional=True, got 3"),
+        ((1, 4, False), "num_buckets must be at least 2 .* got 1"),
+        ((0,), "num_buckets must be at least 4 .* got 0"),
+    ],
+)
+def test_t5_bias_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scores.t5_bias(*arguments)
+    with pytest.raises(TypeError, match="max_distance must be an int, got float"):
+        scores.t5_bias(32, 128.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "error", "message"),
+    [
+        (scores.sliding_window, (-1,), ValueError, "left must be an int >= 0, got -1"),
+        (scores.sliding_window, (1, -2), ValueError, "right must be an int >= 0"),
+        (scores.sliding_window, (1.5,), TypeError, "left must be .* got float"),
+        (scores.dilated_window, (2, 0), ValueError, "dilation must be an int >= 1"),
+        (scores.dilated_window, (2, -1), ValueError, "dilation must be .* got -1"),
+        (scores.dilated_window, (-1, 2), ValueError, "count must be .* got -1"),
+        (scores.softcap, (0,), ValueError, "cap must be finite and > 0, got 0"),
+        (scores.softcap, (-1.0,), ValueError, "cap must be finite and > 0, got -1"),
+        (scores.softcap, (math.inf,), ValueError, "cap must be finite .* got inf"),
+        (scores.softcap, ("x",), TypeError, "cap must be a real number"),
+    ],
+)
+def test_numbers_out_of_range(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(*arguments)
+
+
 def test_soft_nearest_neighbor():
     """Equation 1 of the paper, point by point."""
     points, labels = RNG.normal(size=(40, 5)), RNG.integers(0, 3, (1, 40))

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._core import arrays as _arrays
+
 
 def alibi(s: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
     """Lower the score with the distance, by a slope for each head.
@@ -49,6 +51,9 @@ def softcap(cap: float) -> Callable[..., Any]:
     >>> bool(np.allclose(out, attention(q, k, v, softcap=2.0)))
     True
     """
+    cap = _arrays.real_number("cap", cap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap must be finite and > 0, got {cap}")
     return lambda s: cap * np.tanh(s / cap)
 
 
@@ -66,9 +71,12 @@ def t5_bias(
     Parameters
     ----------
     num_buckets : int, default 32
-        Half of them are for keys after the query if `bidirectional`.
+        Half of them are for keys after the query if `bidirectional`. At least 4 then,
+        and 2 otherwise.
     max_distance : int, default 128
-        Keys at this distance or farther share one bucket.
+        Keys at this distance or farther share one bucket. At least a quarter of
+        `num_buckets` if `bidirectional`, and half of it otherwise: so many nearby
+        distances have buckets of their own.
     bidirectional : bool, default True
         False if queries see no later keys.
 
@@ -77,14 +85,32 @@ def t5_bias(
     .. [1] C. Raffel et al., "Exploring the limits of transfer learning with a unified
        text-to-text transformer", arXiv:1910.10683, 2019, section 2.1.
     """
+    accepted = "an int"
+    num_buckets = _arrays.index("num_buckets", num_buckets, accepted)
+    max_distance = _arrays.index("max_distance", max_distance, accepted)
+    least = 4 if bidirectional else 2
+    if num_buckets < least:
+        raise ValueError(
+            f"num_buckets must be at least {least} with bidirectional="
+            f"{bool(bidirectional)}, got {num_buckets}"
+        )
     count = num_buckets // 2 if bidirectional else num_buckets
     exact = count // 2
-    growth = (count - exact) / math.log(max_distance / exact)
+    if max_distance < exact:
+        raise ValueError(
+            f"max_distance must be at least {exact}, the number of distances with a "
+            f"bucket of their own (num_buckets={num_buckets}, bidirectional="
+            f"{bool(bidirectional)}), got {max_distance}"
+        )
+    # Where no distance lies between, all from `exact` on share the last bucket.
+    span = math.log(max_distance / exact)
+    growth = (count - exact) / span if span else 0.0
+    first_far = exact if span else count - 1
 
     def score(s, h, i, j, *, table):
         distance = abs(i - j) if bidirectional else np.maximum(i - j, 0)
         far = np.log(np.maximum(distance, 1) / exact) * growth
-        far = np.minimum(exact + far.astype(int), count - 1)
+        far = np.minimum(first_far + far.astype(int), count - 1)
         bucket = np.where(distance < exact, distance, far)
         after = np.where(j > i, count, 0) if bidirectional else 0
         return s + table[bucket + after, h]

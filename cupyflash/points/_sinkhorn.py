@@ -360,8 +360,9 @@ def sinkhorn_divergence(
 
     As described in [1]_.
 
-    It is never negative, and 0 if the clouds are the same. Its gradient moves one cloud
-    onto the other, whereas the gradient of `sinkhorn` alone would also shrink it.
+    It is never negative, and 0 if the clouds are the same, both up to what `tol` and
+    rounding leave. Its gradient moves one cloud onto the other, whereas the gradient of
+    `sinkhorn` alone would also shrink it.
 
     Parameters
     ----------

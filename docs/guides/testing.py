@@ -282,5 +282,8 @@ print("\n".join(failed) or "none")
 #   derivative divides by the distance, so points that coincide do not get a gradient
 #   that is finite. NumPy arrays and the named kernels leave such pairs out.
 #
+# * *Why a rank has ended*, with sockets: a rank that is sending when another ends often
+#   reports a broken pipe in place of the other's error, which it could still read.
+#
 # Note 0018 has code to reproduce the first two. The notes are in `docs/design/lab
 # <https://github.com/cupyflash/cupyflash/tree/main/docs/design/lab>`__.

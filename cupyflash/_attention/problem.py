@@ -417,6 +417,8 @@ def _host_integers(name, x):
         return x.astype(np.int64)
     if x.dtype == object and all(isinstance(n, int) for n in x.flat):
         largest = max(x.flat, key=abs)
+        if -(2**63) <= largest < 2**64:  # an array of objects, not a list
+            return x
         raise ValueError(f"{name} must hold integers of 64 bits, got {largest}")
     return x
 

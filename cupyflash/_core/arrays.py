@@ -136,6 +136,11 @@ def _adopt_as(name, x):
     # Who has a masked array has imported numpy.ma, which takes NumPy a while.
     masked = _class_of("numpy.ma", "MaskedArray")
     if masked is not None and isinstance(x, masked):
+        if name == "out":  # of which filled() is a copy
+            raise TypeError(
+                "out is a masked array, whose mask would not follow the result; pass "
+                "out.data, and then set out.mask"
+            )
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled() "
             "with a value, and the mask as a separate argument"

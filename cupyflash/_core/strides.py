@@ -15,8 +15,11 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
     axes = [arrays.index("axis", a, "None, an int or a tuple of ints") for a in given]
     if ndim == 0 and axes in ([0], [-1]):
         return ()  # as NumPy's reductions of a scalar, and SciPy's, have it
-    # The same errors, in the same words, as NumPy's own functions.
-    return tuple(sorted(np.lib.array_utils.normalize_axis_tuple(axes, ndim, "axis")))
+    # The same errors as NumPy's own functions, and in their words.
+    found = [np.lib.array_utils.normalize_axis_index(a, ndim, "axis") for a in axes]
+    if len(set(found)) < len(found):
+        raise ValueError(f"repeated axis in `axis` argument, got {tuple(axes)}")
+    return tuple(sorted(found))
 
 
 def whole_vectors(columns: int, itemsize: int) -> int:

@@ -116,6 +116,13 @@ def bandwidths(bandwidth: Any, dim: int) -> tuple[tuple[float, ...], ...]:
             "array: pass cupy.asnumpy(bandwidth)"
         )
     given = np.asarray(bandwidth)
+    # NumPy makes objects of integers of more than 64 bits, and what is beside them.
+    if given.dtype == object and isinstance(bandwidth, (int, list, tuple)):
+        if all(isinstance(h, (int, float)) for h in given.flat):
+            try:
+                given = given.astype(np.float64)
+            except OverflowError:
+                raise ValueError("bandwidth is too large for float64") from None
     if given.dtype.kind not in "biuf" or given.dtype.kind == "b":
         raise TypeError(
             f"bandwidth must be a real number, or one per axis, got {bandwidth!r}"

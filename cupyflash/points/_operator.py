@@ -170,11 +170,11 @@ def _initialise(self, base, x, y, kernel, bandwidth, diagonal):
     same = x is y
     xp, given = points_problem.adopt(2, x=x, y=y)
     x, y = given["x"], given["x"] if same else given["y"]
-    problem, _ = points_problem.points(
+    if x.ndim > 2 or y.ndim > 2:
+        raise ValueError(f"x and y must have two axes, got {x.shape} and {y.shape}")
+    points_problem.points(
         "kernel_sum", x, y, None, y[:, :1], kernel, bandwidth, values_name="b"
     )
-    if problem.batch:
-        raise ValueError(f"x and y must have two axes, got {x.shape} and {y.shape}")
     diagonal = _arrays.finite_number("diagonal", diagonal)
     if diagonal and len(x) != len(y):
         raise ValueError(

@@ -678,3 +678,12 @@ def test_out_is_returned_as_it_was_given(kind, tmp_path):
     found, sign = cupyflash.logsumexp(x[..., None], -1, return_sign=True, out=out)
     assert found is out
     assert (sign == 1).all()
+
+
+def test_lengths_in_an_array_of_objects():
+    q = np.ones((2, 1, 4, 3))
+    lengths = np.array([[1], [2]], object)
+    with pytest.raises(TypeError, match="key_lengths must hold integers, got object"):
+        cupyflash.attention(q, q, q, key_lengths=lengths)
+    with pytest.raises(ValueError, match=f"integers of 64 bits, got {2**70}"):
+        cupyflash.attention(q, q, q, key_lengths=[[1], [2**70]])

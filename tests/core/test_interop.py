@@ -139,6 +139,15 @@ def test_masked_arrays_are_refused(mask):
         cupyflash.softmax(x)
 
 
+def test_a_masked_out_says_where_the_result_can_go():
+    """Not to a copy, as `filled` makes one."""
+    out = np.ma.masked_array(np.zeros(3), mask=False)
+    with pytest.raises(TypeError, match=r"pass out\.data, and then set out\.mask"):
+        cupyflash.softmax(np.zeros(3), out=out)
+    np.testing.assert_allclose(cupyflash.softmax(np.zeros(3), out=out.data), 1 / 3)
+    np.testing.assert_allclose(out, 1 / 3)
+
+
 def test_a_unit_is_not_lost():
     class Quantity(np.ndarray):
         unit = "m"

@@ -37,7 +37,7 @@ def test_axes_out_of_range(axis, ndim):
 
 
 def test_an_axis_named_twice():
-    with pytest.raises(ValueError, match="repeated axis"):
+    with pytest.raises(ValueError, match=r"repeated axis in `axis` argument, got \("):
         _strides.normalize_axes((0, -2), 2)
 
 

@@ -54,6 +54,9 @@ def test_errors():
         points.KernelOperator(x, x, kernel="rbf")
     with pytest.raises(ValueError, match="must have two axes"):
         points.KernelOperator(np.zeros((3, 4, 2)), x)
+    for cloud in (np.zeros((1, 4, 3)), np.zeros((2, 4, 3))):
+        with pytest.raises(ValueError, match="x and y must have two axes, got"):
+            points.KernelOperator(cloud, cloud)
     with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         points.KernelOperator(x, x, diagonal=1.0).preconditioner(0)
 

@@ -139,3 +139,16 @@ def test_kernels_end_where_they_are_said_to(row):
         for digits in (10.0, 40.0, 300.0):
             d2 = np.array(row.reach(digits))
             assert row.log(d2) <= -digits
+
+
+def test_a_bandwidth_may_have_more_than_64_bits():
+    x = np.ones((4, 2))
+    for bandwidth in (2**70, [1, 2**70], (2**70, 1.5)):
+        want = points.logsumexp(x, 2 * x, bandwidth=np.array(bandwidth, float))
+        got = points.logsumexp(x, 2 * x, bandwidth=bandwidth)
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="bandwidth is too large for float64"):
+        points.logsumexp(x, x, bandwidth=10**400)
+    for wrong in (np.array(2**70, object), [2**70, None]):
+        with pytest.raises(TypeError, match="bandwidth must be a real number"):
+            points.logsumexp(x, x, bandwidth=wrong)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._core import arrays as _arrays
+from cupyflash.scores import _arguments
 
 
 def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
@@ -20,7 +20,8 @@ def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
     >>> bool(np.allclose(out, attention(q, k, v, window=(1, 0))))
     True
     """
-    left, right = _count("left", left, 0), _count("right", right, 0)
+    left = _arguments.integer("left", left, 0)
+    right = _arguments.integer("right", right, 0)
     return lambda i, j: (i - j <= left) & (j - i <= right)
 
 
@@ -67,7 +68,8 @@ def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
        arXiv:2004.05150, 2020, section 3.1.
     """
 
-    count, dilation = _count("count", count, 0), _count("dilation", dilation, 1)
+    count = _arguments.integer("count", count, 0)
+    dilation = _arguments.integer("dilation", dilation, 1)
 
     def mask(i, j):
         back = i - j
@@ -110,10 +112,3 @@ def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
         return rows & near(i % width, j % width, width)
 
     return mask
-
-
-def _count(name, value, least):
-    value = _arrays.index(name, value, f"an int >= {least}")
-    if value < least:
-        raise ValueError(f"{name} must be an int >= {least}, got {value}")
-    return value

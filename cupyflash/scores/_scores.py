@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._core import arrays as _arrays
+from cupyflash.scores import _arguments
 
 
 def alibi(s: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
@@ -51,9 +51,7 @@ def softcap(cap: float) -> Callable[..., Any]:
     >>> bool(np.allclose(out, attention(q, k, v, softcap=2.0)))
     True
     """
-    cap = _arrays.real_number("cap", cap)
-    if not 0 < cap < math.inf:
-        raise ValueError(f"cap must be finite and > 0, got {cap}")
+    cap = _arguments.positive("cap", cap)
     return lambda s: cap * np.tanh(s / cap)
 
 
@@ -85,9 +83,8 @@ def t5_bias(
     .. [1] C. Raffel et al., "Exploring the limits of transfer learning with a unified
        text-to-text transformer", arXiv:1910.10683, 2019, section 2.1.
     """
-    accepted = "an int"
-    num_buckets = _arrays.index("num_buckets", num_buckets, accepted)
-    max_distance = _arrays.index("max_distance", max_distance, accepted)
+    num_buckets = _arguments.integer("num_buckets", num_buckets)
+    max_distance = _arguments.integer("max_distance", max_distance)
     least = 4 if bidirectional else 2
     if num_buckets < least:
         raise ValueError(

@@ -98,7 +98,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     # the longer of the two.
     least: int = 64
     least_of_longer: int = 128
-    # Allowed bytes of split k and v per byte of out, dk and dv.
+    # Allowed bytes of split k and v per byte of out, or of dk and dv if they are more.
     most_split_bytes: float = 4
 
     def unsupported_reason(self, problem, device) -> str | None:
@@ -117,12 +117,12 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
         split_bytes = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
-        numbers = num_rows(forward) * forward.head_dim_v
-        numbers += math.prod(problem.k_shape) + math.prod(problem.v_shape)
+        of_keys = (math.prod(problem.k_shape) + math.prod(problem.v_shape)) // 2
+        numbers = max(num_rows(forward) * forward.head_dim_v, of_keys)
         if split_bytes > self.most_split_bytes * 4 * numbers:
             return (
-                f"keys in parts would take {split_bytes} bytes, much more than out, "
-                "dk and dv"
+                f"keys in parts would take {split_bytes} bytes, much more than out "
+                "or dk and dv"
             )
         if any(self.tile(part, forward, device) is None for part in _PARTS):
             return too_large(forward, device)

@@ -55,7 +55,8 @@ def test_takes(arch, precision, head_dim, options):
         (problem(seqlen_q=63, seqlen_k=127), "sm_90a", "from 64 queries and keys on"),
         (problem(seqlen_q=127, seqlen_k=63), "sm_90a", "or 128 of either"),
         (problem(seqlen_k=0), "sm_90a", "no keys"),
-        (problem(head_dim=7), "sm_90a", "much more than out"),
+        (problem(head_dim=31), "sm_90a", "much more than out"),
+        (problem(head_dim=31, seqlen_q=64), "sm_90a", "much more than out"),
         # Entries of the batch share k and v, whose parts do not: dk has one entry.
         (
             dataclasses.replace(

@@ -257,6 +257,9 @@ print("\n".join(failed) or "none")
 # * *logsumexp on a GPU with huge finite weights*, whose sum overflows float64,
 #   such as ``b=1e308`` over four zeros, may give inf or NaN. On NumPy it is right.
 #
+# * *Zeros of queries that see no key on NumPy*, where there is one key: in the first
+#   call of a shape they may be -0.0, in later calls they are 0.0.
+#
 # * *float32 gradients computed in parts* lack digits where all the larger weights of a
 #   key meet zeros of dout (of q, for dk; of k, for dq). Among 32 queries, weights below
 #   2**-20 of the largest lose bits, and below 2**-40 all of them. An element of dv was

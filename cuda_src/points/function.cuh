@@ -4,7 +4,8 @@
 // The text is made by the host (cupyflash/_expr) as a template `caller_function` of d2
 // and a struct `caller_function_args`. With weights (WEIGHTS 1) it is log K, which does
 // not underflow far away, else K, which may have any sign. Nothing is known of its
-// size, so that no tile is skipped and every tile is watched.
+// size, so that no tile is skipped and every tile is watched. A slope
+// (`caller_function_skips_cusp`) is 0 where points coincide and it is not finite.
 #pragma once
 
 #include "expr/functions.cuh"
@@ -20,7 +21,9 @@ struct function {
   template <typename T> static __device__ __forceinline__ T factor(T) { return 1; }
   template <typename T>
   static __device__ __forceinline__ T of(T d2, const kernel_args_t& args) {
-    return caller_function<T>(d2, 0, 0, 0, 0, caller_function_args_as<T>(args));
+    const T k = caller_function<T>(d2, 0, 0, 0, 0, caller_function_args_as<T>(args));
+    if (caller_function_skips_cusp && d2 == 0 && !is_finite(k)) return 0;
+    return k;
   }
 };
 

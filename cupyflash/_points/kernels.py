@@ -65,10 +65,11 @@ class Kernel(NamedTuple):
     reach: Callable[[float], float] | None = None
     smooth: bool = True
     decay: Decay | None = None
-    # Of a function of the caller: its expression, with d2 in the place of s, and what
-    # it closes over.
+    # Of a function of the caller: its expression, with d2 in the place of s, what it
+    # closes over, and whether it is 0 where points coincide and it is not finite.
     expression: Any = None
     numbers: Any = ()
+    skips_cusp: bool = False
 
     @property
     def sum_only(self) -> bool:
@@ -198,7 +199,7 @@ def slope_of(kernel: Kernel) -> tuple[Kernel, float]:
         assert kernel.slope is not None
         return KERNELS[kernel.slope], kernel.slope_factor
     row = _of_expression(kernel.expression.derivative, kernel.numbers)
-    return row._replace(value=_without_cusp(row.value)), -1.0
+    return row._replace(value=_without_cusp(row.value), skips_cusp=True), -1.0
 
 
 def _without_cusp(slope):

@@ -281,10 +281,6 @@ print("\n".join(failed) or "none")
 #   the other numbers are finite the bits are the same, and that is tested for all
 #   kernels.
 #
-# * *Kernel functions with a cusp on a GPU*, such as ``exp(-sqrt(d2))``. The compiled
-#   derivative divides by the distance, so points that coincide do not get a gradient
-#   that is finite. NumPy arrays and the named kernels leave such pairs out.
-#
 # * *Why a rank has ended*, with sockets: a rank that is sending when another ends often
 #   reports a broken pipe in place of the other's error, which it could still read.
 #

@@ -12,7 +12,8 @@ _NAME = "caller_function"
 def of(kernel: kernels.Kernel, is_log: bool) -> tuple[str, bytes]:
     """The text of K or of log K, and the numbers of this call."""
     expression = _expression(kernel.expression, is_log)
-    return _text(expression), expression.packer({}, kernel.numbers, "float64")
+    text = _text(expression, kernel.skips_cusp)
+    return text, expression.packer({}, kernel.numbers, "float64")
 
 
 @functools.lru_cache(maxsize=256)
@@ -21,7 +22,7 @@ def _expression(expression: Any, is_log: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _text(expression: Any) -> str:
+def _text(expression: Any, skips_cusp: bool) -> str:
     """The function, its numbers, and how these become numbers of another type."""
     struct = f"{_NAME}_args"
     copies = "".join(
@@ -29,7 +30,9 @@ def _text(expression: Any) -> str:
         for k in range(len(expression.numbers))
     )
     return (
-        emit_cuda(expression, _NAME, with_derivative=False) + f"template <typename T>\n"
+        emit_cuda(expression, _NAME, with_derivative=False)
+        + f"constexpr bool {_NAME}_skips_cusp = {str(skips_cusp).lower()};\n"
+        f"template <typename T>\n"
         f"__device__ __forceinline__ {struct}<T> {_NAME}_args_as(\n"
         f"    const {struct}<double> &from) {{\n"
         f"  {struct}<T> to = {{}};\n{copies}  return to;\n}}\n"

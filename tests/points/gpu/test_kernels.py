@@ -166,6 +166,7 @@ FUNCTIONS = {
     "rational": lambda d2: (1 + d2 / POWER) ** -POWER,
     "large": lambda d2: 1e30 * np.exp(-d2),
     "compact": lambda d2: np.where(d2 < 1.0, 1.0 - d2, 0.0),
+    "cusp": lambda d2: np.exp(-np.sqrt(d2)),
 }
 
 
@@ -209,8 +210,9 @@ def test_function_of_d2(kernel, dim, far, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["rational"])
+@pytest.mark.parametrize("name", ["rational", "cusp"])
 def test_gradients_of_a_function_of_d2(name, dtype):
+    """Two points coincide: at a cusp they contribute nothing to each other."""
     cupy = pytest.importorskip("cupy")
     kernel, arrays = FUNCTIONS[name], cloud_pair(dtype, 3)
     rng = np.random.default_rng(0)
@@ -223,8 +225,25 @@ def test_gradients_of_a_function_of_d2(name, dtype):
         kernel=kernel,
         bandwidth=1.3,
     )
+    assert all(np.isfinite(x).all() for x in exact)
     for one, other in zip(found, exact, strict=True):
         assert_like(one, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", ["rational", "cusp"])
+def test_gradients_of_a_cloud_by_itself(name, dtype):
+    """Each point coincides with one at least."""
+    cupy = pytest.importorskip("cupy")
+    kernel, (x, *_) = FUNCTIONS[name], cloud_pair(dtype, 3)
+    x[:2] = x[2]
+    rng = np.random.default_rng(0)
+    b, dout = (rng.normal(size=len(x)).astype(dtype) for _ in range(2))
+    exact = points.kernel_sum_vjp(dout, x, x, b, kernel=kernel)
+    on_gpu = map(cupy.asarray, (dout, x, x, b))
+    found = points.kernel_sum_vjp(*on_gpu, kernel=kernel)
+    for of in "dx", "dy", "dvalues":
+        assert_like(getattr(found, of), getattr(exact, of), dtype)
 
 
 def test_a_batch_is_its_entries():

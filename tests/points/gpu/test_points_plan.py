@@ -125,6 +125,14 @@ def test_a_function_is_a_text_and_its_numbers():
         assert arguments[-1] == one.numbers
 
 
+def test_a_slope_skips_a_cusp():
+    kernel = kernels.find(lambda d2: np.exp(-np.sqrt(d2)), "kernel_sum")
+    slope, _ = kernels.slope_of(kernel)
+    for row, flag in (kernel, "false"), (slope, "true"):
+        text, _ = functions.of(row, False)
+        assert f"caller_function_skips_cusp = {flag};" in text
+
+
 def test_series_are_for_many_pairs_of_few_axes():
     assert entries(pairs_of()).count("points_series") == len(series.DEGREES)
     assert "points_series" not in entries(pairs_of(dim=4))

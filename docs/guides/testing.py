@@ -254,9 +254,6 @@ print("\n".join(failed) or "none")
 #   formula makes the same error. To see it:
 #   ``python tests/support/fuzz.py attention 5016183 --sizes 4 --budget 8 --xp numpy``.
 #
-# * *logsumexp on a GPU with huge finite weights*, whose sum overflows float64,
-#   such as ``b=1e308`` over four zeros, may give inf or NaN. On NumPy it is right.
-#
 # * *Zeros of queries that see no key on NumPy*, where there is one key: in the first
 #   call of a shape they may be -0.0, in later calls they are 0.0.
 #

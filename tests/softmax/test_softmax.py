@@ -665,6 +665,45 @@ def test_weights_of_special_values_as_scipy(xp, row, sign, dtype):
     assert_like_scipy(y, a, np.dtype(dtype).name, axis=0, b=b, return_sign=sign)
 
 
+LARGE_WEIGHTS = {
+    "two": ([1.0, 2.0], [1.7e308, 1.7e308]),
+    "four zeros": ([0.0] * 4, [1e308] * 4),
+    "of both signs": ([0.0, 0.0, 0.0], [1.7e308, 1.6e308, -1.5e308]),
+    "a negative sum": ([0.0, 1.0, -1.0], [-1.7e308, -1.7e308, 1e308]),
+    "zeros between": ([5.0, 1.0, 900.0, 1.0], [1.7e308, 1.7e308, 0.0, 1.7e308]),
+    "a result near 0": ([-709.8, -709.8, -711.0], [1.1e308, 1.2e308, 0.3e308]),
+    "far below the largest": ([3.0, -700.0, 3.0], [1.7e308, 1e10, 1.7e308]),
+}
+
+
+@pytest.mark.parametrize("repeats", [1, 30, 200_000])
+@pytest.mark.parametrize("case", LARGE_WEIGHTS)
+def test_finite_weights_whose_sum_overflows(xp, case, repeats):
+    """Beside an ordinary row, and one with an infinite weight."""
+    a, b = (np.tile(np.array(x), repeats) for x in LARGE_WEIGHTS[case])
+    terms = b.astype(np.longdouble) * np.exp(a.astype(np.longdouble))
+    if np.finfo(np.longdouble).eps > 2.0**-60:
+        pytest.skip("needs long doubles")
+    total = terms.sum()
+    a = np.stack([a, np.zeros_like(a), np.zeros_like(a)])
+    b = np.stack([b, np.ones_like(b), np.full_like(b, np.inf)])
+    log, sign = cupyflash.logsumexp(
+        place(xp, a), axis=1, b=place(xp, b), return_sign=True
+    )
+    exact = np.array([np.log(np.abs(total)), np.log(a.shape[1]), np.inf])
+    np.testing.assert_array_equal(to_host(sign), [np.sign(total), 1, 1])
+    found, exact = to_host(log), exact.astype(float)
+    np.testing.assert_allclose(found, exact, rtol=1e-15, atol=1e-15)
+
+
+def test_complex_weights_whose_size_overflows(xp):
+    a, b = np.zeros(2), np.array([0.85e308 + 0.8e308j] * 2)
+    found = cupyflash.logsumexp(place(xp, a), b=place(xp, b), return_sign=True)
+    log, phase = map(to_host, found)
+    np.testing.assert_allclose(log, np.log(2) + np.log(np.abs(b[0])), rtol=1e-15)
+    np.testing.assert_allclose(phase, b[0] / np.abs(b[0]), rtol=1e-15)
+
+
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 @pytest.mark.parametrize("sign", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -6,7 +6,8 @@
 //            and at the end  out = m + log |l|,  sign = sign of l.
 //            b_i == 0 drops its element, whatever a_i is. A result near 0 is the log of
 //            a sum near 1, which swallowed its small terms: such a row is read again,
-//            with out = a_max + log1p(sum of the others).
+//            with out = a_max + log1p(sum of the others). So is a
+//            row whose weights have a sum that overflows, with more subtracted.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     a and b once, one number per row is written; any strides
 // Numbers    exponentials in acc_t of exact differences; sums and log in double
@@ -28,6 +29,11 @@ __device__ __forceinline__ double shifted_log(double m, double l) {
   if (!is_finite(result)) return result;
   return result + (l * exp_diff_exact(m, result) - 1);
 }
+
+// Finite weights may have a sum that overflows. With so much more subtracted from the
+// scores, no number of terms does.
+constexpr bool kMayOverflow = kHasB && sizeof(b_t) == sizeof(double);
+constexpr double kMore = 45;
 
 // An element of a row; a masked one has weight 0 and score -inf.
 template <typename T> struct term_t {
@@ -54,13 +60,12 @@ struct row_t {
     return {is_selected ? to<T>(a[at.of[kA]]) : -infinity<T>(), weight};
   }
 
-  // The sum without subtracting anything, for infinite scores or weights. Called by all
-  // lanes of a warp.
-  __device__ double plain_sum() const {
+  // sum b exp(a - m) in double. Called by all lanes of a warp.
+  __device__ double sum_beyond(double m) const {
     double sum = 0;
     for (long long i = lane(); i < length; i += kLanes) {
       const term_t<double> t = term<double>(i);
-      if (t.weight != 0) sum += t.weight * exp_of(t.score);
+      if (t.weight != 0) sum += t.weight * exp_diff_exact(t.score, m);
     }
     return row_sum(sum);
   }
@@ -116,11 +121,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 
     double l = sum.l.value;
     double result = shifted_log(sum.shift(), abs_of(l));
+    bool is_large = false;
+    if constexpr (kMayOverflow) {
+      const bool is_infinite = !is_finite(l);
+      if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
+        const double m = sum.shift() + kMore, again = row.sum_beyond(m);
+        is_large = is_infinite && is_finite(again);
+        if (is_large) {
+          l = again;
+          result = shifted_log(m, abs_of(l));
+        }
+      }
+    }
     if constexpr (kHasB) {
       // Nothing may be subtracted in an infinite sum.
       const bool is_infinite = !is_finite(l);
       if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
-        const double plain = row.plain_sum();
+        const double plain = row.sum_beyond(0);
         if (is_infinite) {
           l = plain;
           result = log_of(abs_of(l));
@@ -128,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
       }
     }
     // At a distance of 0.5 or more from 0 the digits above suffice.
-    const bool is_near_zero = l > 0 && abs_of(result) < 0.5;
+    const bool is_near_zero = l > 0 && !is_large && abs_of(result) < 0.5;
     if (kLanes > kWarpSize ? is_near_zero : __any_sync(kFullMask, is_near_zero)) {
       const double precise = row.log_near_one();
       if (is_near_zero) result = precise;

@@ -32,6 +32,10 @@ def _run_complex(problem, operands):
     return out
 
 
+# Subtracted from the scores if the sum of large weights overflows; then none does.
+_MORE = 45.0
+
+
 def _parts_times(weight, e):
     """weight * e, part by part if it is real: inf * (weight + 0j) would have a NaN."""
     if weight is None or weight.dtype.kind == "c":
@@ -57,6 +61,13 @@ def _complex_logsumexp(problem, x, operands):
         m = cupy.where(cupy.isfinite(m), m, 0)
         e = cupy.where(absent, 0, _parts_times(weight, cupy.exp(x - m)))
         total = e.sum(axis=problem.axes, keepdims=True)
+        if weight is not None:
+            large = ~cupy.isfinite(cupy.abs(total))
+            less = _parts_times(weight, cupy.exp(x - (m + _MORE)))
+            less = cupy.where(absent, 0, less).sum(axis=problem.axes, keepdims=True)
+            large &= cupy.isfinite(cupy.abs(less))
+            total = cupy.where(large, less, total)
+            m = m + cupy.where(large, _MORE, 0.0)
         # Nothing may be subtracted in an infinite sum.
         infinite = ~cupy.isfinite(total)
         plain = _parts_times(weight, cupy.exp(x))

@@ -16,7 +16,9 @@ _FRAME = struct.Struct("!cQ")  # what it is, and its bytes
 _ARRAYS, _MESSAGE, _FAILURE = b"a", b"m", b"f"
 _AT_ONCE = 1 << 20  # bytes between two looks at the clock
 _LONGEST_TEXT = 1 << 12
+_LONGEST_WORDS = _FRAME.size + _LONGEST_TEXT
 _A_MOMENT = 5.0  # seconds in which a thread sees that its connections are gone
+_TO_TELL = 1.0  # seconds in which a rank that ends tells the others why
 
 
 class SocketComm(Comm):
@@ -42,6 +44,10 @@ class SocketComm(Comm):
         self._failure = None
         self._lock = threading.Condition()
         self._peers = _connect_all(rank, size, host, port, timeout)
+        # Held for each piece that is sent: last words stand between two of them.
+        self._pieces = {rank: threading.Lock() for rank in self._peers}
+        # The rank that is being received from, those that have hung up, and why.
+        self._source, self._gone, self._words = None, set(), {}
         # One thread sends and one receives, each in the order of the posts: all ranks
         # post in one order, with one target and one source a post.
         self._to_send, self._to_receive = queue.SimpleQueue(), queue.SimpleQueue()
@@ -89,9 +95,9 @@ class SocketComm(Comm):
                 with self._naming(rank, "send"):
                     head = peer.recv(1, socket.MSG_PEEK)
                 if not head:
-                    raise _lost(rank)
+                    raise _Lost(rank)
                 if head == _FAILURE:
-                    raise self._last_words(rank)
+                    raise self._last_words(rank) or _Lost(rank)
 
     def abort(self, reason):
         with self._lock:
@@ -100,10 +106,15 @@ class SocketComm(Comm):
                     f"rank {self.rank} has ended, after {reason}; connect() again"
                 )
         text = reason.encode()[:_LONGEST_TEXT]
-        for peer in self._peers.values():
+        deadline = time.monotonic() + _TO_TELL
+        for rank, peer in self._peers.items():
+            # A peer that does not read gets no reason.
+            if not self._pieces[rank].acquire(timeout=_left(deadline)):
+                continue
             with contextlib.suppress(OSError):
-                peer.settimeout(0)  # a peer that does not read gets no reason
+                peer.settimeout(_left(deadline))
                 peer.sendall(_FRAME.pack(_FAILURE, len(text)) + text)
+            self._pieces[rank].release()
         self._hang_up()
 
     def close(self):
@@ -141,25 +152,55 @@ class SocketComm(Comm):
             )
         for job in jobs:
             if job.error is not None:
-                self.abort(str(job.error))
-                raise _again(job.error)
+                error = self._reason(job.error)
+                self.abort(str(error))
+                raise _again(error)
+
+    def _reason(self, error):
+        """An error; if a rank has hung up, better why, if that can still be read."""
+        if not isinstance(error, _Lost):
+            return error
+        rank = error.rank
+        with self._lock:
+            # The other thread may be about to read it. Nothing after that is needed.
+            self._gone.add(rank)
+            self._lock.wait_for(lambda: self._source != rank, _A_MOMENT)
+            if self._source != rank and rank not in self._words:
+                self._read_to_the_end(rank)
+        for other in (rank, *self._peers):
+            found = self._words.get(other) or self._last_words(other)
+            if found:
+                return found
+        return error
 
     def _work(self, jobs):
         while (job := jobs.get()) is not None:
             try:
+                if jobs is self._to_receive:
+                    self._begin(job.arguments[0])
                 job.result = job.function(*job.arguments)
             except Exception as error:
                 job.error = error
             with self._lock:
                 job.done = True
+                if jobs is self._to_receive:
+                    self._source = None
                 self._lock.notify_all()
+
+    def _begin(self, source):
+        with self._lock:
+            if source in self._gone:
+                raise _Lost(source)
+            self._source = source
 
     def _send(self, target, kind, parts):
         size = sum(part.nbytes for part in parts)
         for part in (_FRAME.pack(kind, size), *parts):
             part = memoryview(part)
             while part.nbytes:
-                with self._naming(target, "take"):
+                with self._naming(target, "take"), self._pieces[target]:
+                    if self._failure is not None:
+                        raise _again(self._failure)
                     count = self._peers[target].send(part[:_AT_ONCE])
                 part = part[count:]
 
@@ -168,8 +209,7 @@ class SocketComm(Comm):
         expected = sum(part.nbytes for part in parts)
         if (kind, size) != (_ARRAYS, expected):
             raise _out_of_step(self, source)
-        for part in parts:
-            self._fill(source, part)
+        self._fill(source, parts)
 
     def _receive_message(self, source):
         kind, size = self._read_head(source)
@@ -180,24 +220,31 @@ class SocketComm(Comm):
     def _read_head(self, source):
         kind, size = _FRAME.unpack(self._read(source, _FRAME.size))
         if kind == _FAILURE:
-            raise _ended(source, self._read(source, min(size, _LONGEST_TEXT)))
+            text = self._read(source, min(size, _LONGEST_TEXT))
+            self._words[source] = _ended(source, text)
+            raise self._words[source]
         return kind, size
 
     def _read(self, source, size):
         found = bytearray(size)
-        self._fill(source, memoryview(found))
+        self._fill(source, [memoryview(found)])
         return bytes(found)
 
-    def _fill(self, source, part):
-        while part.nbytes:
-            with self._naming(source, "send"):
-                count = self._peers[source].recv_into(part[:_AT_ONCE])
-            if not count:
-                raise _lost(source)
-            part = part[count:]
+    def _fill(self, source, parts):
+        whole = []  # what was received
+        for part in parts:
+            filled = 0
+            while filled < part.nbytes:
+                with self._naming(source, "send", [*whole, part[:filled]]):
+                    at_once = part[filled : filled + _AT_ONCE]
+                    count = self._peers[source].recv_into(at_once)
+                    if not count:
+                        raise ConnectionError
+                filled += count
+            whole.append(part)
 
     @contextlib.contextmanager
-    def _naming(self, rank, verb):
+    def _naming(self, rank, verb, received=()):
         """Errors of a socket as errors about a rank."""
         try:
             yield
@@ -207,19 +254,39 @@ class SocketComm(Comm):
                 "(timeout= of connect); it hangs, or takes longer than that"
             ) from None
         except OSError as error:
-            raise self._last_words(rank) or _lost(rank, error) from None
+            tail = b"".join(part[-_LONGEST_WORDS:] for part in received)
+            raise self._last_words(rank, tail) or _Lost(rank, error) from None
 
-    def _last_words(self, rank):
-        """Why a rank has ended, if that is what it sent last; leaves it to be read."""
+    def _last_words(self, rank, before=b""):
+        """Why a rank has ended, if that is what it sent last; leaves it to be read.
+
+        It may interrupt arrays, of which the end was received `before`.
+        """
+        peer = self._peers[rank]
+        with contextlib.suppress(OSError, ValueError):  # closed
+            if select.select([peer], [], [], 0)[0]:
+                before += peer.recv(_AT_ONCE, socket.MSG_PEEK)
+        return self._found(rank, before)
+
+    def _read_to_the_end(self, rank):
+        """Find the last words of a rank behind all that it sent."""
+        tail, peer = b"", self._peers[rank]
         with contextlib.suppress(OSError):
-            found = self._peers[rank].recv(_AT_ONCE, socket.MSG_PEEK)
-            # Behind arrays and messages that nobody will read any more.
-            start = max(0, len(found) - _FRAME.size - _LONGEST_TEXT)
-            for at in range(start, len(found) - _FRAME.size + 1):
-                kind, size = _FRAME.unpack_from(found, at)
-                text = found[at + _FRAME.size :]
-                if (kind, size) == (_FAILURE, len(text)):
-                    return _ended(rank, text)
+            peer.settimeout(0)
+            while more := peer.recv(_AT_ONCE):
+                tail = (tail + more)[-_LONGEST_WORDS:]
+        self._found(rank, tail)
+
+    def _found(self, rank, sent):
+        """The error of the last words at the end of what a rank sent, or None."""
+        # Behind arrays and messages that nobody will read any more.
+        first, last = len(sent) - _LONGEST_WORDS, len(sent) - _FRAME.size
+        for at in range(max(0, first), last + 1):
+            kind, size = _FRAME.unpack_from(sent, at)
+            text = sent[at + _FRAME.size :]
+            if (kind, size) == (_FAILURE, len(text)):
+                self._words[rank] = _ended(rank, text)
+                return self._words[rank]
         return None
 
 
@@ -235,17 +302,23 @@ def _ended(rank, text):
     return ConnectionError(f"rank {rank} has ended: {text.decode(errors='replace')}")
 
 
-def _lost(rank, error=None):
-    return ConnectionError(
-        f"the connection with rank {rank} has ended{f': {error}' if error else ''}; "
-        "that process died or left before the others were done: its own error, if it "
-        "printed one, says why"
-    )
+class _Lost(ConnectionError):
+    """A connection that has ended without a word; users see a ConnectionError."""
+
+    def __init__(self, rank, error=""):
+        cause = f": {error}" if str(error) else ""
+        super().__init__(
+            f"the connection with rank {rank} has ended{cause}; that process died or "
+            "left before the others were done: its own error, if it printed one, says "
+            "why"
+        )
+        self.rank = rank
 
 
 def _again(error):
     """An error as a new one, so that each raise has its own traceback."""
-    return type(error)(*error.args)
+    kind = ConnectionError if isinstance(error, _Lost) else type(error)
+    return kind(*error.args)
 
 
 def _out_of_step(comm, source):

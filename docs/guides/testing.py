@@ -278,8 +278,5 @@ print("\n".join(failed) or "none")
 #   the other numbers are finite the bits are the same, and that is tested for all
 #   kernels.
 #
-# * *Why a rank has ended*, with sockets: a rank that is sending when another ends often
-#   reports a broken pipe in place of the other's error, which it could still read.
-#
 # Note 0018 has code to reproduce the first two. The notes are in `docs/design/lab
 # <https://github.com/cupyflash/cupyflash/tree/main/docs/design/lab>`__.

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -242,6 +243,40 @@ def test_the_last_words_of_a_rank_stand_behind_its_messages():
     with pytest.raises(ConnectionError, match="rank 1 has ended: MemoryError: no room"):
         send_for_ever(one)
     one.close()
+
+
+def test_last_words_between_the_pieces_of_an_array():
+    port = support.free_port()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(
+            lambda rank: _sockets.SocketComm(rank, 2, "127.0.0.1", port, timeout=10),
+            range(2),
+        )
+        large = np.zeros(1 << 24)
+        wait = other.exchange([large], 0, [], None)  # more than sockets hold
+        received = pool.submit(
+            lambda: one.exchange([], None, [np.empty_like(large)], 1)()
+        )
+        other.abort("MemoryError: no room")
+        with pytest.raises(ConnectionError, match="rank 1 has ended: MemoryError: no"):
+            received.result(10)
+    with pytest.raises(ConnectionError, match="rank 1 has ended, after MemoryError"):
+        wait()
+
+
+def test_a_rank_that_dies_in_silence_is_not_waited_for():
+    port = support.free_port()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        one, dead, other = pool.map(
+            lambda rank: _sockets.SocketComm(rank, 3, "127.0.0.1", port, timeout=60),
+            range(3),
+        )
+        dead.close()
+        start = time.monotonic()
+        with pytest.raises(ConnectionError, match="the connection with rank 1 has end"):
+            send_for_ever(one)
+        assert time.monotonic() - start < 20  # rank 2 lives, and says nothing
+    other.close()
 
 
 SCRIPT = """

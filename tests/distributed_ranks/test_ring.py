@@ -1,7 +1,9 @@
 """cupyflash.distributed over real processes, against the plain functions."""
 
 import concurrent.futures
+import itertools
 import os
+import random
 import re
 import time
 
@@ -15,6 +17,7 @@ import thread_ranks
 import cupyflash
 from cupyflash import distributed
 from cupyflash.distributed import _ring
+from cupyflash.distributed._sockets import SocketComm
 
 PARTS = _ring._Parts
 
@@ -362,6 +365,49 @@ def test_a_rank_that_dies_ends_the_others():
             result = pool._pipes[rank].recv()
             assert result.kind == "ConnectionError"
             assert "rank 1" in result.text
+
+
+def rank_1_raises(comm, ports, kind):
+    """What each of several comms that rank 1 leaves, sooner or later, raises here."""
+    found = []
+    for seed, port in enumerate(ports):
+        alike, own = random.Random(seed), random.Random(100 * seed + comm.rank)
+        calls, delay = alike.randrange(4), alike.choice([0, 0, 0.01 * alike.random()])
+        length = alike.choice([10, 1000, 100_000])
+        if kind == "attention":
+            length = 64
+        x = np.ones((1, length, 16))
+        rank, size = comm.rank, comm.size
+        try:
+            with SocketComm(rank, size, "127.0.0.1", port) as one:
+                for call in itertools.count():
+                    if rank == 1 and call == calls:
+                        time.sleep(delay)
+                        raise KeyError(f"case {seed}")
+                    if rank != 1:
+                        time.sleep(own.choice([0, 0, 0.001, 0.01]))
+                    if kind == "attention":
+                        distributed.attention(x, x, x, one)
+                    elif kind == "messages":
+                        one.all_gather(bytes(length))
+                    else:
+                        to, source = (rank + 1) % size, (rank - 1) % size
+                        one.exchange([x], to, [np.empty_like(x)], source)()
+        except (ConnectionError, KeyError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("size", support.SIZES)
+@pytest.mark.parametrize("kind", ["attention", "messages", "arrays"])
+def test_the_others_learn_why_a_rank_has_ended(ranks, size, kind):
+    """At whatever moment it does: while they send, receive or compute."""
+    ports = [support.free_port() for _ in range(20)]
+    found = ranks.all(size, rank_1_raises, ports, kind)
+    for rank in set(range(size)) - {1}:
+        for seed, text in enumerate(found[rank]):
+            assert re.match(r"rank \d has ended: ", text), text
+            assert f"KeyError: 'case {seed}'" in text
 
 
 def after_the_end(comm):

@@ -176,11 +176,74 @@ def test_t5_bias_refuses(arguments, message):
         (scores.softcap, (-1.0,), ValueError, "cap must be finite and > 0, got -1"),
         (scores.softcap, (math.inf,), ValueError, "cap must be finite .* got inf"),
         (scores.softcap, ("x",), TypeError, "cap must be a real number"),
+        (scores.softcap, (10**400,), ValueError, "cap is too large for float64"),
+        (scores.neighborhood_2d, (2, 3, 1.0), TypeError, "kernel must be .* got float"),
+        (scores.neighborhood_2d, (2, 3, True), TypeError, "kernel must be .* got True"),
+        (scores.neighborhood_2d, (2.0, 3, 1), TypeError, "height must be .* got float"),
+        (scores.neighborhood_2d, (2, "3", 1), TypeError, "width must be .* got str"),
+        (scores.neighborhood_2d, (0, 3, 1), ValueError, "height must be .* got 0"),
+        (scores.neighborhood_2d, (2, -3, 1), ValueError, "width must be .* got -3"),
+        (scores.neighborhood_2d, (2, 3, -1), ValueError, "kernel must be .* got -1"),
+        (scores.t5_bias, (8, 16, 1), TypeError, "bidirectional must be a bool.* int"),
+        (scores.t5_bias, (8, 16, "no"), TypeError, "bidirectional must be a bool"),
+        (scores.soft_nearest_neighbor, (0,), ValueError, "temperature must be finite"),
+        (scores.soft_nearest_neighbor, (-1,), ValueError, "and > 0, got -1"),
+        (scores.soft_nearest_neighbor, (math.nan,), ValueError, "and > 0, got nan"),
+        (scores.soft_nearest_neighbor, (True,), TypeError, "must be a real number"),
+        (
+            scores.soft_nearest_neighbor,
+            (np.ones(1),),
+            TypeError,
+            "temperature must be a real number, got ndarray",
+        ),
     ],
 )
 def test_numbers_out_of_range(make, arguments, error, message):
     with pytest.raises(error, match=message):
         make(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "like"),
+    [
+        (scores.sliding_window, (2**62, 10**400), (LENGTH, LENGTH)),
+        (scores.dilated_window, (2**62, 2), (LENGTH, 2)),
+        (scores.dilated_window, (10**400, 3), (LENGTH, 3)),
+        (scores.dilated_window, (2, 2**62), (0, 1)),
+        (scores.dilated_window, (2, 10**400), (0, 1)),
+        (scores.neighborhood_2d, (10**400, 4, 3), (LENGTH, 4, 3)),
+    ],
+)
+def test_distances_beyond_the_sequence(make, arguments, like):
+    """Also where 64 bits do not hold them, or their product."""
+    far = attention(Q[:, :, :40], K, V, mask=make(*arguments))
+    near = attention(Q[:, :, :40], K, V, mask=make(*like))
+    np.testing.assert_array_equal(far, near)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, np.array])
+def test_numbers_of_numpy(kind):
+    same(
+        attention(Q, K, V, mask=scores.neighborhood_2d(kind(6), kind(10), kind(5))),
+        mask=scores.neighborhood_2d(6, 10, 5),
+    )
+    table = {"table": RNG.normal(size=(8, HEADS))}
+    same(
+        attention(
+            Q, K, V,
+            score=scores.t5_bias(kind(8), kind(16), np.True_), score_arrays=table,
+        ),
+        score=scores.t5_bias(8, 16), score_arrays=table,
+    )  # fmt: skip
+
+
+def test_t5_bias_of_a_max_distance_beyond_float64():
+    table = {"table": RNG.normal(size=(8, HEADS))}
+    far = scores.t5_bias(8, 10**400)
+    same(
+        attention(Q, K, V, score=far, score_arrays=table),
+        score=scores.t5_bias(8, 10**300), score_arrays=table,
+    )  # fmt: skip
 
 
 def test_soft_nearest_neighbor():

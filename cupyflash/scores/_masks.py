@@ -20,8 +20,8 @@ def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
     >>> bool(np.allclose(out, attention(q, k, v, window=(1, 0))))
     True
     """
-    left = _arguments.integer("left", left, 0)
-    right = _arguments.integer("right", right, 0)
+    left = _arguments.distance("left", left, 0)
+    right = _arguments.distance("right", right, 0)
     return lambda i, j: (i - j <= left) & (j - i <= right)
 
 
@@ -67,13 +67,13 @@ def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
     .. [1] I. Beltagy et al., "Longformer: the long-document transformer",
        arXiv:2004.05150, 2020, section 3.1.
     """
-
     count = _arguments.integer("count", count, 0)
-    dilation = _arguments.integer("dilation", dilation, 1)
+    dilation = _arguments.distance("dilation", dilation, 1)
+    reach = min(count * dilation, _arguments.FARTHEST)
 
     def mask(i, j):
         back = i - j
-        return (back >= 0) & (back <= count * dilation) & (back % dilation == 0)
+        return (back >= 0) & (back <= reach) & (back % dilation == 0)
 
     return mask
 
@@ -90,14 +90,17 @@ def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
     height, width : int
         Of the image; sequences have ``height * width`` positions.
     kernel : int
-        Side of the square, odd.
+        Side of the square, odd, at most `height` and `width`.
 
     References
     ----------
     .. [1] A. Hassani et al., "Neighborhood attention transformer", arXiv:2204.07143,
        2022.
     """
-    if kernel % 2 == 0 or not 0 < kernel <= min(height, width):
+    height = _arguments.distance("height", height, 1)
+    width = _arguments.distance("width", width, 1)
+    kernel = _arguments.distance("kernel", kernel, 1)
+    if kernel % 2 == 0 or kernel > min(height, width):
         raise ValueError(
             f"kernel must be odd and at most the height and the width, got {kernel} "
             f"for {height} x {width}"

@@ -85,11 +85,12 @@ def t5_bias(
     """
     num_buckets = _arguments.integer("num_buckets", num_buckets)
     max_distance = _arguments.integer("max_distance", max_distance)
+    bidirectional = _arguments.flag("bidirectional", bidirectional)
     least = 4 if bidirectional else 2
     if num_buckets < least:
         raise ValueError(
             f"num_buckets must be at least {least} with bidirectional="
-            f"{bool(bidirectional)}, got {num_buckets}"
+            f"{bidirectional}, got {num_buckets}"
         )
     count = num_buckets // 2 if bidirectional else num_buckets
     exact = count // 2
@@ -97,9 +98,10 @@ def t5_bias(
         raise ValueError(
             f"max_distance must be at least {exact}, the number of distances with a "
             f"bucket of their own (num_buckets={num_buckets}, bidirectional="
-            f"{bool(bidirectional)}), got {max_distance}"
+            f"{bidirectional}), got {max_distance}"
         )
     # Where no distance lies between, all from `exact` on share the last bucket.
+    max_distance = min(max_distance, exact << 1000)  # so that a float holds the ratio
     span = math.log(max_distance / exact)
     growth = (count - exact) / span if span else 0.0
     first_far = exact if span else count - 1
@@ -123,11 +125,18 @@ def soft_nearest_neighbor(temperature: float) -> Callable[..., Any]:
     neighbour loss of each point [1]_. The function takes ``squares``, the squared norms
     of the points, of shape (batch, points), in ``score_arrays=``.
 
+    Parameters
+    ----------
+    temperature : float
+        Finite and above 0; the larger, the more neighbours count.
+
     References
     ----------
     .. [1] N. Frosst et al., "Analyzing and improving representations with the soft
        nearest neighbor loss", arXiv:1902.01889, 2019, equation 1.
     """
+
+    temperature = _arguments.positive("temperature", temperature)
 
     def score(s, b, i, j, *, squares):
         squared_distance = squares[b, i] + squares[b, j] - 2 * s

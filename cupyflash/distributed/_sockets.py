@@ -158,6 +158,9 @@ class SocketComm(Comm):
 
     def _reason(self, error):
         """An error; if a rank has hung up, better why, if that can still be read."""
+        with self._lock:
+            if self._failure is not None:  # this rank hung up first
+                return self._failure
         if not isinstance(error, _Lost):
             return error
         rank = error.rank

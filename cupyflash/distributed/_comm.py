@@ -4,7 +4,7 @@ import abc
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import numpy as np
 
@@ -98,6 +98,12 @@ class Comm(abc.ABC):
     def _close_gpus(self):
         for comm in self._on_gpus.values():
             comm.close()
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            f"a {type(self).__name__} holds open connections and can be neither copied "
+            "nor pickled: call connect() in the process that needs one"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 """Kernel matrices as linear operators."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,13 @@ from cupyflash.points._reductions import kernel_sum
 class _Products:
     """The products of a kernel matrix; a base of the operators of both libraries."""
 
-    def _describe(self, xp, x, y, kernel, bandwidth, diagonal):
-        self._xp, self.x, self.y = xp, x, y
+    def _describe(self, x, y, kernel, bandwidth, diagonal):
+        self.x, self.y = x, y
         self.kernel, self.bandwidth, self.diagonal = kernel, bandwidth, diagonal
+
+    @property
+    def _xp(self):
+        return _arrays.import_cupy() if _arrays.is_cupy(self.x) else np
 
     def _product(self, x, y, v):
         v = self._xp.asarray(v)
@@ -96,19 +101,28 @@ class _Products:
         values = xp.maximum(values, floor)
         factor = columns @ (vectors / xp.sqrt(values))
         inner = factor.T @ factor + self.diagonal * xp.eye(rank)
-        diagonal, dtype = self.diagonal, self.x.dtype
-
-        def apply(v):
-            v = v.astype(np.float64)
-            inside = factor.T @ v
-            return ((v - factor @ xp.linalg.solve(inner, inside)) / diagonal).astype(
-                dtype
-            )
-
+        dtype = self.x.dtype
+        apply = _Inverse(factor, inner, self.diagonal, dtype)
         operator = LinearOperator if xp is np else _cupyx().LinearOperator
         return operator(
             (count, count), matvec=apply, rmatvec=apply, matmat=apply, dtype=dtype
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Inverse:
+    """Products with the inverse of ``factor @ factor.T + diagonal``."""
+
+    factor: Any
+    inner: Any
+    diagonal: float
+    dtype: Any
+
+    def __call__(self, v):
+        xp = _arrays.import_cupy() if _arrays.is_cupy(self.factor) else np
+        v = v.astype(np.float64)
+        inside = xp.linalg.solve(self.inner, self.factor.T @ v)
+        return ((v - self.factor @ inside) / self.diagonal).astype(self.dtype)
 
 
 class KernelOperator(_Products, LinearOperator):
@@ -154,6 +168,9 @@ class KernelOperator(_Products, LinearOperator):
             return _on_gpu()(x, *args, **kwargs)
         return super().__new__(cls)
 
+    def __getnewargs__(self):  # of copies and pickles
+        return self.x, self.y
+
     def __init__(
         self,
         x: Array,
@@ -168,7 +185,7 @@ class KernelOperator(_Products, LinearOperator):
 
 def _initialise(self, base, x, y, kernel, bandwidth, diagonal):
     same = x is y
-    xp, given = points_problem.adopt(2, x=x, y=y)
+    _, given = points_problem.adopt(2, x=x, y=y)
     x, y = given["x"], given["x"] if same else given["y"]
     if x.ndim > 2 or y.ndim > 2:
         raise ValueError(f"x and y must have two axes, got {x.shape} and {y.shape}")
@@ -180,7 +197,7 @@ def _initialise(self, base, x, y, kernel, bandwidth, diagonal):
         raise ValueError(
             f"diagonal needs as many points in x as in y, got {len(x)} and {len(y)}"
         )
-    self._describe(xp, x, y, kernel, bandwidth, diagonal)
+    self._describe(x, y, kernel, bandwidth, diagonal)
     base.__init__(self, x.dtype, (len(x), len(y)))
 
 
@@ -197,4 +214,14 @@ def _on_gpu():
     def __init__(self, x, y, *, kernel="gaussian", bandwidth=1.0, diagonal=0.0):
         _initialise(self, base, x, y, kernel, bandwidth, diagonal)
 
-    return type("KernelOperator", (_Products, base), {"__init__": __init__})
+    def __reduce__(self):
+        options = self.kernel, self.bandwidth, self.diagonal
+        return _rebuilt, (self.x, self.y, *options)
+
+    body = {"__init__": __init__, "__reduce__": __reduce__}
+    return type("KernelOperator", (_Products, base), body)
+
+
+def _rebuilt(x, y, kernel, bandwidth, diagonal):
+    """A copy of an operator whose class has no place in a module."""
+    return KernelOperator(x, y, kernel=kernel, bandwidth=bandwidth, diagonal=diagonal)

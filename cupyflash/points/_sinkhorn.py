@@ -49,8 +49,8 @@ class Plan:
         The transposed plan.
     """
 
-    def __init__(self, xp, rows, columns, epsilon, precision="float32"):
-        self._xp, self._rows, self._columns = xp, rows, columns
+    def __init__(self, rows, columns, epsilon, precision="float32"):
+        self._rows, self._columns = rows, columns
         self._epsilon, self._precision = epsilon, precision
         self.shape = (
             *rows.log_weights.shape[:-1],
@@ -61,8 +61,11 @@ class Plan:
     @property
     def T(self) -> "Plan":
         """The transposed plan."""
-        sides = self._columns, self._rows
-        return Plan(self._xp, *sides, self._epsilon, self._precision)
+        return Plan(self._columns, self._rows, self._epsilon, self._precision)
+
+    @property
+    def _xp(self):
+        return _arrays.import_cupy() if _arrays.is_cupy(self._rows.points) else np
 
     def marginal(self) -> Any:
         """Sums of the rows, shape (..., N)."""
@@ -336,7 +339,7 @@ def sinkhorn(
         solver.value(epsilon),
         rows.potential,
         columns.potential,
-        Plan(xp, rows, columns, epsilon, precision),
+        Plan(rows, columns, epsilon, precision),
         done,
         error,
         error <= tol,
@@ -576,7 +579,7 @@ class _Solver:
         if self.strength is None and self.columns_are_met:
             mass = columns.weights.sum(axis=-1)
         else:
-            plan = Plan(xp, rows, columns, epsilon, self.precision)
+            plan = Plan(rows, columns, epsilon, self.precision)
             mass = plan.marginal().sum(axis=-1)
         product = rows.weights.sum(axis=-1) * columns.weights.sum(axis=-1)
         return terms[0] + terms[1] - epsilon * (mass - product)

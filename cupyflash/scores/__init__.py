@@ -4,6 +4,9 @@ Each one is a plain function, or returns one, to pass to `attention` as ``score=
 ``mask=``. Functions that take numbers close over them, and a different number does not
 recompile anything. Arrays go into ``score_arrays=`` or ``mask_arrays=`` under the
 names after ``*``. Positions count along the keys: `query_offset` has been added to i.
+
+Functions that close over numbers can be sent to other processes by cloudpickle, which
+Dask uses, but not by pickle: there, send the numbers and make the function anew.
 """
 
 from cupyflash.scores._masks import (

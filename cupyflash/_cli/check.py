@@ -61,6 +61,7 @@ _SOFTMAX_SHAPES = {
     "": ((64, 1000), -1),
     "short rows": ((500, 37), -1),
     "shortest rows": ((4000, 4), -1),
+    "rows of one element": ((4000, 1), -1),
     "short whole rows": ((500, 32), -1),
     "columns": ((64, 600), 0),
     "many columns": ((2, 300, 32_768), 1),
@@ -99,7 +100,10 @@ _KINDS = {
         "a row beyond the cache", "strided", "two axes", "turned",
     ),
     "log_softmax": ("short rows", "short whole rows"),
-    "logsumexp": ("shortest rows", "columns", "many columns", "long rows", "strided"),
+    "logsumexp": (
+        "shortest rows", "rows of one element", "columns", "many columns", "long rows",
+        "strided",
+    ),
     "softmax_vjp": (
         "short rows", "columns", "long columns", "two long columns", "long rows",
         "longest rows", "a row that no card holds", "strided", "two axes",

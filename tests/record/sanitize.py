@@ -32,7 +32,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SOFTMAX_KINDS = (
     "rows", "columns", "short rows", "long columns", "long rows", "longer rows",
     "longest rows", "longest rows of doubles", "many columns", "short whole rows",
-    "shortest rows",
+    "shortest rows", "one element",
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21

@@ -610,6 +610,24 @@ def test_logsumexp_at_every_length(xp, rng, dtype, n):
     assert_like_scipy(y, a, dtype, axis=1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
+def test_logsumexp_of_one_element(xp, rng, dtype, form):
+    """It is that element, along either axis, and a number of any size."""
+    a = (rng.normal(size=(2500, 1)) * 50.0).astype(np.dtype(dtype_of(dtype)))
+    if dtype != "int8":
+        a[:5, 0] = INF, -INF, NAN, -0.0, 1e4
+    for axis, x in (1, a), (0, a.T):
+        y, sign = cupyflash.logsumexp(place(xp, x, form), axis, return_sign=True)
+        expected = np.dtype(np.float64) if dtype == "int8" else a.dtype
+        assert y.dtype == sign.dtype == expected
+        exact = a[:, 0].astype(expected) + np.zeros(1, expected)  # -0 becomes 0
+        np.testing.assert_array_equal(wide(y), wide(exact))
+        assert dtype == "int8" or not np.signbit(wide(y)[3])
+        signs = np.where(np.isnan(wide(a[:, 0])), NAN, wide(a[:, 0]) > -INF)
+        np.testing.assert_array_equal(wide(sign), signs)
+
+
 @pytest.mark.parametrize("sign", [False, True])
 @pytest.mark.parametrize("b_shape", [(3, 20), (20,), (3, 1), (), (2, 3, 20), (2, 1, 1)])
 @pytest.mark.parametrize("dtype", FLOATS)

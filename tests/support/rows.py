@@ -77,6 +77,7 @@ SOFTMAX_SHAPES = {
     "many columns": (2, 300, 32_768),
     "short whole rows": (301, 32, 1),
     "shortest rows": (3001, 10, 1),
+    "one element": (3001, 1, 1),
 }
 _SOFTMAX_DTYPES_OF_KIND = {
     "rows": ("float32", "bfloat16", "float64"),
@@ -90,16 +91,18 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "many columns": ("float32",),
     "short whole rows": ("float32", "bfloat16"),
     "shortest rows": ("float32", "bfloat16"),
+    "one element": ("float32", "bfloat16", "float64"),
 }
-# So large, half of its rows too, that only those try it that take nothing smaller.
+# So large, half of its rows too, that only those try it that take nothing smaller; or
+# of a form that others only take where that row is missing.
 _ROWS_OF_KIND = {
     "many columns": ("logsumexp_shares",),
     "longest rows": ("relay",),
     "longest rows of doubles": ("relay",),
+    "one element": ("logsumexp_single",),
 }
 # More, only to be asked about.
 SOFTMAX_REACH = SOFTMAX_SHAPES | {
-    "one element": (9, 1, 1),
     "few long rows": (2, 700_001, 1),
     "a row that no card holds": (1, 4_500_000, 1),
     "a row that no cache holds": (1, 12_000_000, 1),

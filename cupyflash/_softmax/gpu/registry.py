@@ -27,6 +27,7 @@ from cupyflash._softmax.gpu.heuristics.long_rows import (
 from cupyflash._softmax.gpu.heuristics.rows import hold_pairs, hold_rows, walk_rows
 from cupyflash._softmax.gpu.heuristics.short_rows import (
     short_rows,
+    single_sums,
     span_pairs,
     span_rows,
     span_sums,
@@ -48,6 +49,7 @@ _SOURCES = {
     "split_columns": "softmax/columns/split_two_pass.cu",
     "logsumexp": "softmax/logsumexp/strided.cu",
     "logsumexp_rows": "softmax/logsumexp/rows.cu",
+    "logsumexp_single": "softmax/logsumexp/single.cu",
     "logsumexp_span": "softmax/logsumexp/packed_rows.cu",
     "logsumexp_columns": "softmax/logsumexp/columns.cu",
     "logsumexp_shares": "softmax/logsumexp/columns_balanced.cu",
@@ -176,6 +178,7 @@ KERNELS = (  # best first
     SoftmaxKernel("online", FORWARD, walk_rows, shapes.WALKED, _ANY),
     SoftmaxKernel("safe", FORWARD, walk_rows, shapes.WALKED, ("safe",)),
     SoftmaxKernel("naive", FORWARD, walk_rows, shapes.WALKED, ("naive",)),
+    SoftmaxKernel("logsumexp_single", _SUM, single_sums, shapes.SINGLE, fast=True),
     SoftmaxKernel("logsumexp_span", _SUM, span_sums, shapes.SPANNED_SUMS, fast=True),
     SoftmaxKernel("logsumexp_rows", _SUM, sum_rows, shapes.SUMMED),
     SoftmaxKernel("logsumexp", _SUM, walk_rows, shapes.WALKED),

@@ -71,6 +71,7 @@ SPANNED_SUMS = _rows_of(
         or [3]
     )
 )
+SINGLE = _rows_of(lambda size, widest: [1])
 SHORT_ROWS = _rows_of(
     lambda size, widest: [
         n * on_chip.VECTOR_BYTES // size for n in (2, 4, 8, 12, 16, 32, 64)

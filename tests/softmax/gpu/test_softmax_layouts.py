@@ -101,6 +101,13 @@ def test_a_thread_sums_a_very_short_row(dtype):
     assert padded[0] == "logsumexp_rows"
 
 
+@pytest.mark.parametrize("dtype", [*FLOATS, "int8"])
+@pytest.mark.parametrize("steps", [(1, 1), (3, 1), (0, 1)])
+def test_rows_of_one_element_are_copied(dtype, steps):
+    assert choice("logsumexp", (5000, 1), (1,), dtype, steps)[0] == "logsumexp_single"
+    assert choice("logsumexp", (1, 5000), (0,), dtype)[0] == "logsumexp_single"
+
+
 @pytest.mark.parametrize("function", [*FORWARD, *BACKWARD])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [8, 64, 1000, 5_000])

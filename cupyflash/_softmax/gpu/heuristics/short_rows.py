@@ -112,6 +112,25 @@ def span_sums(problem, device):
     return _span_config(problem, device, ("x",), thread_map, share, _LIST_BYTES, more)
 
 
+# Threads of a block, and rows of one element that a thread has.
+_SINGLE_THREADS, _SINGLE_ROWS = 256, 4
+
+
+def single_sums(problem, device):
+    """Threads that take rows of one element, which is their logsumexp."""
+    if problem.row_length != 1:
+        return "rows have more than one element"
+    if problem.dtypes["b"] or problem.dtypes.get("where"):
+        return "there are weights or a mask"
+    values = {
+        "LANES": 1,
+        "ROWS_PER_BLOCK": _SINGLE_THREADS,
+        "IN_REGISTERS": _SINGLE_ROWS,
+    }
+    blocks = -(-problem.num_rows // (_SINGLE_THREADS * _SINGLE_ROWS))
+    return (launch_config(min(blocks, MAX_BLOCKS), _SINGLE_THREADS, values),)
+
+
 def _are_back_to_back(problem, names):
     layout = problem.layout
     length = problem.row_length

@@ -254,9 +254,6 @@ print("\n".join(failed) or "none")
 #   formula makes the same error. To see it:
 #   ``python tests/support/fuzz.py attention 5016183 --sizes 4 --budget 8 --xp numpy``.
 #
-# * *Zeros of queries that see no key on NumPy*, where there is one key: in the first
-#   call of a shape they may be -0.0, in later calls they are 0.0.
-#
 # * *float32 gradients computed in parts* lack digits where all the larger weights of a
 #   key meet zeros of dout (of q, for dk; of k, for dq). Among 32 queries, weights below
 #   2**-20 of the largest lose bits, and below 2**-40 all of them. An element of dv was

@@ -337,9 +337,14 @@ def _weigh(s, v, o, sink, hides, ones, by_two, cut):
         np.add(d, np.exp(sink - base), out=d)
     # A row that sees a key has a weight of 1.
     divisor = np.maximum(d, ONE[d.itemsize]) if hides else d
-    if p.shape[-1] < v.shape[-1]:
-        return product(np.divide(p, divisor, p), v, o, by_two, cut), base, d, None
+    few = p.shape[-1] < v.shape[-1]
+    if few:
+        np.divide(p, divisor, p)
     o = product(p, v, o, by_two, cut)
+    if hides and p.shape[-1] == 1:  # 0 times a negative number, and nothing to add
+        np.add(o, 0, out=o, where=p == 0)
+    if few:
+        return o, base, d, None
     return np.divide(o, divisor, o), base, d, divisor
 
 

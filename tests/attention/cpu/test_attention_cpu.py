@@ -1668,3 +1668,29 @@ def test_a_small_entry_goes_as_matrices(rng, monkeypatch, dtype, option, shape):
                 cupyflash.attention(q, k, v, **options), among[1:2]
             )
             x[0, 0, -1, 0] = kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seqlen_k", [1, 2])
+@pytest.mark.parametrize("dim", [1, 3, 64])
+def test_zeros_of_queries_that_see_no_key(dtype, seqlen_k, dim):
+    """They are 0.0 in every call, where 0 times a value is -0.0."""
+    rng = np.random.default_rng(0)
+    for batch, seqlen_q in (((1, 1), 3), ((2, 3), 17)):
+        q = rng.normal(size=(*batch, seqlen_q, dim)).astype(dtype)
+        k = rng.normal(size=(*batch, seqlen_k, dim)).astype(dtype)
+        v = -np.abs(rng.normal(size=k.shape)).astype(dtype)
+        hidden = np.arange(seqlen_q) % 2 == 0
+        for options in (
+            {"causal": True},
+            {"window": (0, 0)},
+            {"mask": np.broadcast_to(~hidden[:, None], (seqlen_q, seqlen_k))},
+            {"key_lengths": np.zeros(batch[0], int)},
+            {"causal": True, "sinks": np.zeros(batch[1], dtype)},
+        ):
+            first, *later = (
+                cupyflash.attention(q, k, v, **options).copy() for _ in range(3)
+            )
+            assert not np.signbit(first[first == 0]).any(), options
+            for again in later:
+                assert again.tobytes() == first.tobytes(), options

@@ -105,6 +105,12 @@ def run(args):
         return 2
     jobs = compile_jobs.jobs_for(*devices, everything=args.all)
     known = _outcomes.Outcomes(args.known)
+    if known.is_foreign:
+        console.complain(
+            f"{args.known} has no outcomes of earlier runs, and is left as it is: name "
+            "another file, or one that is not there yet"
+        )
+        return 2
     if args.missing:
         return _tell_missing(jobs, known, args.known)
     if args.list:
@@ -115,8 +121,10 @@ def run(args):
     if reason:
         console.complain(reason)
         return 2
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (args.json, args.known)):
+        if path.is_dir():  # said now, not after all was compiled
+            raise IsADirectoryError(f"{path} is a folder: name a file")
+        path.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     outcomes = _compile_all(jobs, args, known)
     if args.prune:

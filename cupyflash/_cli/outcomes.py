@@ -98,11 +98,13 @@ class Outcomes:
     def __init__(self, path: Path | None) -> None:
         self.used = 0
         self.of_others = 0  # of those, found with another NVRTC
+        self.is_foreign = False  # the file, which `save` would replace
         self._path = path
         # By digest: the NVRTC version that was used, and what it said.
         self._lines: dict[str, tuple[str, Finding]] = {}
         if path is not None and path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
+            whole = path.read_text(encoding="utf-8", errors="replace")
+            for text in whole.splitlines():
                 try:
                     digest, nvrtc, *numbers, warning = text.split("\t")
                     registers, stack, spills, smem = (
@@ -113,6 +115,7 @@ class Outcomes:
                 warning = "" if warning == _NONE else warning
                 finding = Finding(registers, stack, spills, smem, warning, "")
                 self._lines[digest] = nvrtc, finding
+            self.is_foreign = not (self._lines or whole[:1] in ("", "#"))
 
     def get(self, job: Job, nvrtc: str | None = None) -> Finding | None:
         """The finding of a job, if one is valid for this version of NVRTC."""

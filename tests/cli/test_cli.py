@@ -35,6 +35,28 @@ def test_as_a_module():
     assert result.stdout.strip() == cupyflash.__version__
 
 
+def test_compile_looks_at_its_files_before_it_compiles(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nvrtc, "use", lambda path: None)
+    monkeypatch.setattr(nvrtc, "unusable", lambda: None)
+    monkeypatch.setattr(nvrtc, "unknown", lambda device: None)
+    for option in ("--json", "--known"):
+        (tmp_path / "below").mkdir(exist_ok=True)
+        assert main("compile", option, str(tmp_path / "below")) == 2
+        assert "below" in (said := capsys.readouterr().err)
+        assert "folder" in said or "directory" in said
+
+
+@pytest.mark.parametrize("content", [b"a\tb\tc\n1\t2\n", b"\xff\xfe\x00 notes"])
+def test_compile_leaves_files_of_others_as_they_are(tmp_path, capsys, content):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    assert main("compile", "--known", str(path)) == 2
+    assert "has no outcomes of earlier runs, and is left as it is" in (
+        capsys.readouterr().err
+    )
+    assert path.read_bytes() == content
+
+
 def test_the_commands():
     assert {"info", "demo", "bench", "compile", "check"} <= set(cli.COMMANDS)
 

@@ -131,8 +131,8 @@ def _refuse_other_arrays(x):
             )
 
 
-def _adopt_as(name, x):
-    """`x` adopted, or an error that names it."""
+def refuse_lossy(name: str, x: Any) -> None:
+    """Refuse arrays whose mask or unit would be lost, with a TypeError."""
     # Who has a masked array has imported numpy.ma, which takes NumPy a while.
     masked = _class_of("numpy.ma", "MaskedArray")
     if masked is not None and isinstance(x, masked):
@@ -150,6 +150,11 @@ def _adopt_as(name, x):
             f"{name} is a {type(x).__name__}, whose unit would be lost; pass "
             f"{name}.value or numpy.asarray({name})"
         )
+
+
+def _adopt_as(name, x):
+    """`x` adopted, or an error that names it."""
+    refuse_lossy(name, x)
     try:
         return adopt(x)
     except ValueError as error:  # rows of a list that are not of one length

@@ -61,7 +61,7 @@ class GaussianKDE(stats.gaussian_kde):
     ValueError, numpy.linalg.LinAlgError
         As in SciPy, for wrong shapes and for data in a subspace.
     TypeError
-        For complex data or points.
+        For complex data or points, and for masked arrays.
 
     Notes
     -----
@@ -86,6 +86,8 @@ class GaussianKDE(stats.gaussian_kde):
     """
 
     def __init__(self, dataset: Array, bw_method: Any = None, weights: Array = None):
+        _arrays.refuse_lossy("dataset", dataset)
+        _arrays.refuse_lossy("weights", weights)
         if not _arrays.lives_on_gpu(dataset):
             _real("dataset", np.asarray(dataset))
             super().__init__(dataset, bw_method, weights)
@@ -122,6 +124,7 @@ class GaussianKDE(stats.gaussian_kde):
     def _points(self, points):
         """Points as columns, and the dtype of their densities."""
         xp = self._xp()
+        _arrays.refuse_lossy("points", points)
         if (xp is not np) != _arrays.lives_on_gpu(points):
             raise TypeError(
                 "the dataset and the points must both be NumPy or both be CuPy arrays: "
@@ -147,7 +150,8 @@ class GaussianKDE(stats.gaussian_kde):
         else:
             factor = linalg.cholesky(covariance, lower=True)
             white = self._solve(factor, columns.astype(np.float64) - middle)
-        return xp.ascontiguousarray(white.T, dtype=np.float64)
+        with np.errstate(over="ignore"):  # points where densities are 0
+            return xp.ascontiguousarray(white.T, dtype=np.float64)
 
     def _solve(self, factor, columns, trans=0):
         """Columns multiplied by the inverse of a lower triangle, or its transpose."""

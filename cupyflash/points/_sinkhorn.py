@@ -24,6 +24,8 @@ _DEEP, _DEEP_SCALING, _DEEP_STEPS = 1 / 1000, 0.7, 10
 # Errors of marginals, by the squared diameter in epsilons, from which on log-sums are
 # float64, and the largest.
 _COARSE, _COARSEST = 1e-5, 0.02
+# The clouds' squared diameter below which float32 holds their coordinates.
+_LARGEST_COARSE = 1e76
 _TOL = {"float32": 1e-4, "float64": 1e-6}
 # Differences of iterations that the acceleration keeps. More save few iterations.
 _DEPTH = 5
@@ -320,6 +322,8 @@ def sinkhorn(
     if xp is np:
         for name, cloud in (("x", x), ("y", y)):
             points_problem.check_finite(name, cloud)
+    if strength is None:
+        _check_counts(x, y)
     a = _weights(xp, "a", given.get("a"), x, x.dtype)
     b = _weights(xp, "b", given.get("b"), y, y.dtype)
     batch = points_problem.leading_axes(
@@ -332,6 +336,11 @@ def sinkhorn(
         for z, w in ((x, a), (y, b))
     ]
     solver = _Solver(xp, sides, strength, same, precision)
+    if xp is np and math.isinf(solver.box):
+        raise ValueError(
+            f"squared distances between x and y overflow {x.dtype}: divide the points "
+            "by a common scale, and epsilon by its square"
+        )
     solver.anneal(epsilon)
     done, error = solver.solve(epsilon, tol, max_iter, progress)
     rows, columns = sides
@@ -414,6 +423,15 @@ def sinkhorn_divergence(
     return Divergence(value, xy, xx, yy)
 
 
+def _check_counts(x, y):
+    counts = x.shape[-2], y.shape[-2]
+    if min(counts) == 0 < max(counts):
+        raise ValueError(
+            f"x and y must both have points, or neither, got {counts[0]} and "
+            f"{counts[1]}: pass reach= if the marginals need not be met"
+        )
+
+
 def _check_sums(a, b):
     sums = a.sum(axis=-1, dtype=np.float64), b.sum(axis=-1, dtype=np.float64)
     if not np.allclose(*sums, rtol=1e-3 if a.dtype == np.float32 else 1e-6):
@@ -448,6 +466,7 @@ class _Solver:
         pairs = math.prod(side.points.shape[-2] for side in sides)
         self.looks_always = xp is np or pairs >= _MANY_PAIRS
         self.middle, self.box = _middle_and_box(xp, sides)
+        self.coarse &= self.box < _LARGEST_COARSE
         self.kernel = None
         self.columns_are_met = False
 

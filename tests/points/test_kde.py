@@ -103,3 +103,24 @@ def test_infinitely_far_points_have_no_density():
     ours, _ = estimates(1)
     assert ours([np.inf]) == 0
     assert ours.logpdf([np.inf]) == -np.inf
+
+
+def test_masked_arrays_are_refused():
+    data = np.random.default_rng(0).normal(size=(2, 20))
+    masked = np.ma.masked_array(data, mask=data > 1)
+    with pytest.raises(TypeError, match="dataset is a masked array"):
+        points.GaussianKDE(masked)
+    with pytest.raises(TypeError, match="weights is a masked array"):
+        points.GaussianKDE(data, weights=masked[0])
+    kde = points.GaussianKDE(data)
+    for function in (kde, kde.logpdf, kde.gradient):
+        with pytest.raises(TypeError, match="points is a masked array"):
+            function(masked)
+
+
+def test_points_as_far_away_as_numbers_go():
+    kde = points.GaussianKDE(np.random.default_rng(0).normal(size=(2, 20)))
+    with np.errstate(all="raise"):
+        found = kde(np.array([[0.0, 1.7e308, -1.7e308], [0.0, 0.0, 1.7e308]]))
+    assert found[0] > 0
+    assert found[1] == found[2] == 0

@@ -37,6 +37,41 @@ def plain(x, y, a, b, epsilon, strength=None, steps=5000):
     return plan, f, g
 
 
+@pytest.mark.parametrize("scale", [1e-150, 1e-40, 1e38, 1e40, 1e150])
+def test_clouds_of_any_scale(scale):
+    """Also where float32, which the first iterations use, has no such numbers."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 3)), rng.normal(size=(20, 3))
+    square = scale * scale
+    found = points.sinkhorn(scale * x, scale * y, epsilon=0.5 * square)
+    expected = points.sinkhorn(x, y, epsilon=0.5)
+    assert found.converged
+    np.testing.assert_allclose(found.value / square, expected.value, 1e-9)
+    divergence = points.sinkhorn_divergence(
+        scale * x, scale * y, epsilon=0.5 * square
+    ).value
+    expected = points.sinkhorn_divergence(x, y, epsilon=0.5).value
+    np.testing.assert_allclose(divergence / square, expected, 1e-6)
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e200, "float64"), (1e20, "float32")])
+def test_squared_distances_that_overflow(scale, dtype):
+    x = (scale * np.random.default_rng(0).normal(size=(5, 3))).astype(dtype)
+    for function in (points.sinkhorn, points.sinkhorn_divergence):
+        with pytest.raises(ValueError, match=f"overflow {dtype}: divide the points"):
+            function(x, x + x, epsilon=0.5)
+
+
+def test_one_cloud_without_points():
+    x, empty = np.ones((4, 3)), np.ones((0, 3))
+    with pytest.raises(ValueError, match="both have points, or neither, got 0 and 4"):
+        points.sinkhorn(empty, x, epsilon=0.5)
+    with pytest.raises(ValueError, match="got 4 and 0: pass reach="):
+        points.sinkhorn_divergence(x, empty, epsilon=0.5)
+    assert points.sinkhorn(empty, empty, epsilon=0.5).value == 0.0
+    assert np.isfinite(points.sinkhorn(empty, x, epsilon=0.5, reach=1.0).value)
+
+
 def problem(num_x=30, num_y=40):
     rng = np.random.default_rng(0)
     a, b = rng.random(num_x) + 0.1, rng.random(num_y) + 0.1

@@ -6,6 +6,7 @@ import scipy.special
 
 import cupyflash
 from cupyflash._core import threads
+from cupyflash._softmax.cpu import blocks
 from cupyflash._softmax.cpu import softmax as softmax_cpu
 
 FAMILY = ("softmax", "log_softmax", "logsumexp")
@@ -398,3 +399,16 @@ def test_logsumexp_near_0():
 
 def test_the_smallest_weight_of_an_infinite_score():
     assert cupyflash.logsumexp([np.inf, 0.0], b=[5e-324, 1.0]) == np.inf
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex128"])
+@pytest.mark.parametrize("length", [1, 7, 8, 16, 17, 64])
+def test_row_max(dtype, length):
+    """As NumPy has it without a number to begin from, in rows and side by side."""
+    x = np.random.default_rng(0).normal(size=(9, length)).astype(dtype)
+    x[1], x[2, 0], x[3, -1], x[4, 0] = -np.inf, np.nan, np.inf, -np.inf
+    for a in x, np.asfortranarray(x), x[::2]:
+        expected = a.max(axis=1, keepdims=True)
+        found = blocks.row_max(a)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)

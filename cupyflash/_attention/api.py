@@ -267,10 +267,11 @@ def attention(
     overflows above 3.4e38 (1.8e308 in float64) before the scale can help.
 
     Besides the result, "tiled" needs memory for blocks of scores. On the CPU, where a
-    head has few scores (262,144 or fewer, or one query), 16-bit keys and values are
-    converted to float32 all at once, one head for each thread. On a GPU, float32 on
-    tensor cores takes up to four times the result for prepared keys and values, and
-    few queries whose keys are split over the whole card take some MiB for the parts.
+    head has few scores (262,144 or fewer, or one query) and up to 2**22 numbers in its
+    keys and values, 16-bit ones are converted to float32 all at once, one head for
+    each thread. On a GPU, float32 on tensor cores takes up to four times the result for
+    prepared keys and values, and few queries whose keys are split over the whole card
+    take some MiB for the parts.
     More than 262,144 keys in float16 are split on Hopper, too; the parts take up to 8
     GiB.
 

@@ -56,6 +56,8 @@ _FEWEST_ROWS = 24
 _FEW_KEYS = 16
 # Numbers of k and v beyond which a single row does so, too: Ctrl-C waits for each step.
 _MOST_OF_A_ROW = 1 << 25
+# The same where they are converted: more of them leave the cache before they count.
+_MOST_CONVERTED = 1 << 22
 # Boxes that a thread takes, if each is worth one, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
@@ -82,7 +84,10 @@ def takes(problem):
     # Of more keys, tiles that a mask function hides are skipped.
     if problem.mask_function and keys > tiled.keys_of_a_block(problem, bounded=True):
         return False
-    if keys * (problem.head_dim + problem.head_dim_v) > _MOST_OF_A_ROW:
+    numbers = keys * (problem.head_dim + problem.head_dim_v)
+    if numbers > _MOST_OF_A_ROW:
+        return False
+    if keys > _MOST_KEYS and numbers > _MOST_CONVERTED and tiled.converts(problem):
         return False
     few = rows * keys <= _scores_of_a_box(problem)
     return few or keys <= _MOST_KEYS or rows == 1
@@ -97,8 +102,7 @@ def shape_of_a_box(problem):
     keys, rows = max(problem.seqlen_k, 1), _rows_of_a_box(problem)
     read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
     scores = _scores_of_a_box(problem)
-    converts = problem.dtype != problem.compute_dtype
-    operands = _BOX_CONVERTED if converts else _BOX_OPERANDS
+    operands = _BOX_CONVERTED if tiled.converts(problem) else _BOX_OPERANDS
     most = max(1, min(scores // max(rows * keys, 1), operands // read))
     total = math.prod(problem.batch) * problem.num_heads
     threads = num_threads(problem)

@@ -30,6 +30,8 @@ _BLOCK_KEYS = 512
 _BLOCK_KEYS_BOUNDED = 256
 # Scores that a block of few rows has, so that its work is more than that of Python.
 _FEWEST_SCORES = 1 << 17
+# Numbers of k and v that such a block converts at most, which stay near the core.
+_MOST_CONVERTED = 1 << 20
 # Keys whose norms are looked at at a time.
 _LOOK_KEYS = 512
 # Rows below which a look at all keys, for their largest norm, is not worth it.
@@ -70,8 +72,17 @@ def rows_of_a_task(problem):
 def keys_of_a_block(problem, bounded=False):
     """Keys of a block, more where a task has few rows."""
     rows = max(1, min(rows_of_a_task(problem), problem.seqlen_q))
-    wide = _FEWEST_SCORES // rows // LONGEST_SUM * LONGEST_SUM
+    wide = _FEWEST_SCORES // rows
+    if converts(problem):
+        dims = problem.head_dim + problem.head_dim_v
+        wide = min(wide, _MOST_CONVERTED // max(dims, 1))
+    wide = wide // LONGEST_SUM * LONGEST_SUM
     return max(_BLOCK_KEYS_BOUNDED if bounded else _BLOCK_KEYS, wide)
+
+
+def converts(problem):
+    """Whether k and v are not in the dtype of the scores."""
+    return problem.dtype != problem.compute_dtype
 
 
 def _walk(part, run):

@@ -1694,3 +1694,18 @@ def test_zeros_of_queries_that_see_no_key(dtype, seqlen_k, dim):
             assert not np.signbit(first[first == 0]).any(), options
             for again in later:
                 assert again.tobytes() == first.tobytes(), options
+
+
+def test_keys_of_one_float16_query_are_converted_in_blocks():
+    """Those of a call that is long: all at once leave the cache before they count."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 1, n, 64)) for n in (1, 65_536, 65_536))
+    narrow = [x.astype(np.float16) for x in (q, k, v)]
+    cupyflash.attention(*narrow)
+    tracemalloc.start()
+    out = cupyflash.attention(*narrow)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 12 << 20  # k and v have 32 MiB in float32
+    exact = cupyflash.attention(*(x.astype(np.float64) for x in narrow))
+    assert max_error(out, exact) <= 2e-3 * np.abs(exact).max() + 1e-3

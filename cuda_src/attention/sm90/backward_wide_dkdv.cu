@@ -326,9 +326,13 @@ struct producer_t {
 
   __device__ __forceinline__ void produce() {
     int number = static_cast<int>(blockIdx.x);
-    publish(number);
     for (unsigned num_done = 0;; ++num_done) {
+      publish(number);
       const tile_info_t& info = shared.tile_infos[at.place];
+      if (info.num_steps >= 0) {
+        prefetch_rows(args.inputs.k_map, info.key_first, info.k);
+        prefetch_rows(args.inputs.v_map, info.key_first, info.v);
+      }
       wait(smem.k_empty, (num_done & 1) ^ 1);
       wait(smem.v_empty, (num_done & 1) ^ 1);
       if (info.num_steps < 0) {
@@ -341,29 +345,28 @@ struct producer_t {
       if constexpr (kListsTiles) {
         load_listed(info);
       } else {
-        find_source(info.kept, 0, info.key_first);
         int block = info.block_first, summed = 0;
         for (int step = 0; step < num_steps; ++step) {
-          load_queries(info, block);
-          if (++block == info.block_last && step + 1 < num_steps) {
-            block = info.block_first;
-            find_source(info.kept, ++summed, info.key_first);
+          if (block == info.block_first) {
+            find_source(info.kept, summed++, info.key_first);
           }
+          load_queries(info, block);
+          if (++block == info.block_last) block = info.block_first;
         }
       }
       number = tile_after(number, args.counter);
       at.place = place_after(at.place);
-      publish(number);
-      const tile_info_t& next = shared.tile_infos[at.place];
-      if (next.num_steps >= 0) {
-        prefetch_rows(args.inputs.k_map, next.key_first, next.k);
-        prefetch_rows(args.inputs.v_map, next.key_first, next.v);
-      }
     }
   }
 };
 
 // --- consumers
+
+// The last product of a work tile: what it reads, and the barrier that then opens.
+struct last_sum_t {
+  unsigned long long tile;
+  unsigned barrier;
+};
 
 // Common to both warpgroups: sums of a gradient, scores, and the array of their rows.
 struct consumer_t {
@@ -378,6 +381,7 @@ struct consumer_t {
   unsigned p_parity = 0;
   float sums[kSums], s[kScores];
   unsigned held[4 * kHeld][4];
+  unsigned factors[4][4];  // P or dS, rounded
 
   __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
                                         const addresses_t& smem, int role)
@@ -455,10 +459,9 @@ struct consumer_t {
     ptx::wgmma_commit_group();
   }
   // dv += P dO or dk += dS q.
-  __device__ __forceinline__ void start_sums(const unsigned (&p)[4][4],
-                                             unsigned long long tile) {
+  __device__ __forceinline__ void start_sums(unsigned long long tile) {
     ptx::wgmma_fence();
-    multiply_sums(sums, p, tile);
+    multiply_sums(sums, factors, tile);
     ptx::wgmma_commit_group();
   }
 
@@ -489,7 +492,6 @@ struct dv_consumer_t : consumer_t {
   unsigned long long k_rows, q_rows, dout_sums;
   tile_terms_t<true> terms;
   function_rows_t<true, true, false> functions;
-  unsigned p[4][4];
   float rest[kScores];  // with options: what is added to the exponents
   int block;            // of queries
 
@@ -503,7 +505,7 @@ struct dv_consumer_t : consumer_t {
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int e = 0; e < kScores; e += 2) {
-      p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+      factors[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
     }
   }
   // Address of the lse of this thread's queries in a stage of q.
@@ -623,9 +625,8 @@ struct dv_consumer_t : consumer_t {
     }
   }
 
-  // One block of queries, with S and P of the next. No product is in flight between
-  // steps, because ptxas does not track them around a loop (C7514).
-  template <bool kLast> __device__ __forceinline__ void step() {
+  // Hands over P of a block of queries; returns the stage of its dO.
+  __device__ __forceinline__ unsigned pass_p() {
     wait_for_p(smem.p_read, kRead);
 #pragma unroll
     for (int e = 0; e < kScores; e += 4) {
@@ -637,42 +638,42 @@ struct dv_consumer_t : consumer_t {
     const unsigned stage = at.dout.stage;
     wait(smem.dout_full + 8 * stage, at.dout.parity);
     at.dout.advance();
-    start_sums(p, dout_sums + stage * (kBytes / 16));
-    if constexpr (!kLast) start_s();
-    ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dv
+    return stage;
+  }
+  // One block of queries, with S and P of the next. No product is in flight between
+  // steps, because ptxas does not track them around a loop (C7514).
+  __device__ __forceinline__ void step() {
+    const unsigned stage = pass_p();
+    start_sums(dout_sums + stage * (kBytes / 16));
+    start_s();
+    ptx::wgmma_wait_group<1>();  // dv
     compiler_fence(sums);
     release(smem.dout_empty + 8 * stage);
-    if constexpr (!kLast) softmax();
+    softmax();
   }
-
-  __device__ __forceinline__ void consume() {
-    for (unsigned num_done = 0;; ++num_done) {
-      const int num_steps = begin_tile(smem.k_full, num_done);
-      if (num_steps < 0) return;
-      begin_sums();
-      block = info().block_first;
-      if (num_steps > 0) {
-        start_s();
-        softmax();
+  // All blocks but the last product.
+  __device__ __forceinline__ last_sum_t sum_dv(int num_steps) {
+    block = info().block_first;
+    if (num_steps > 0) {
+      start_s();
+      softmax();
 #pragma unroll 1
-        for (int n = 1; n < num_steps; ++n) step<false>();
-      }
-      release(smem.k_empty);
-      if (num_steps > 0) step<true>();
-      store(args.dv + info().dv, args.grads.row[1], 1 / kFactorP,
-            static_cast<int>(args.score.params.head_dim_v));
-      at.place = place_after(at.place);
+      for (int n = 1; n < num_steps; ++n) step();
     }
+    release(smem.k_empty);
+    if (num_steps == 0) return {};
+    const unsigned stage = pass_p();
+    return {dout_sums + stage * (kBytes / 16), smem.dout_empty + 8 * stage};
   }
 };
 
-// The second warpgroup: dP, dS and dk.
-struct dk_consumer_t : consumer_t {
+// The second warpgroup: dP, dS and dk. It also has the loop of both over work tiles:
+// what both do at the start and the end of one, half of their code, is there once.
+struct dk_consumer_t : dv_consumer_t {
   unsigned long long v_rows, dout_rows, q_sums;
-  unsigned ds[4][4];
 
   __device__ __forceinline__ dk_consumer_t(const consumer_t& consumer)
-      : consumer_t(consumer),
+      : dv_consumer_t(consumer),
         v_rows(descriptor(smem.v, 16)),
         dout_rows(descriptor(smem.dout, 16)),
         q_sums(descriptor(smem.q, kChunk)) {}
@@ -690,8 +691,9 @@ struct dk_consumer_t : consumer_t {
 #pragma unroll
         for (int f = e; f < e + 4; ++f) s[f] *= factor;
       }
-      ds[e / 8][e / 2 % 4] = pair16_t::from(w.y * (s[e + 1] - d.y), w.x * (s[e] - d.x));
-      ds[e / 8][e / 2 % 4 + 1] =
+      unsigned (&of_rows)[4] = factors[e / 8];
+      of_rows[e / 2 % 4] = pair16_t::from(w.y * (s[e + 1] - d.y), w.x * (s[e] - d.x));
+      of_rows[e / 2 % 4 + 1] =
           pair16_t::from(w.w * (s[e + 3] - d.y), w.z * (s[e + 2] - d.x));
     }
   }
@@ -703,8 +705,8 @@ struct dk_consumer_t : consumer_t {
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
   }
-  // One block of queries, with dP of the next.
-  template <bool kLast> __device__ __forceinline__ void step(float factor) {
+  // dS of a block of queries; returns the stage of its q.
+  template <bool kLast> __device__ __forceinline__ unsigned find_ds(float factor) {
     make_uniform();
     make_ds(factor);
     if constexpr (!kLast) publish_p(smem.p_read, kRead);
@@ -713,32 +715,52 @@ struct dk_consumer_t : consumer_t {
     const unsigned stage = at.q.stage;
     wait(smem.q_full + 8 * stage, at.q.parity);
     at.q.advance();
-    start_sums(ds, q_sums + stage * (kBytesQ / 16));
-    if constexpr (!kLast) start_dp();
-    ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk
+    return stage;
+  }
+  // One block of queries, with dP of the next.
+  __device__ __forceinline__ void step(float factor) {
+    const unsigned stage = find_ds<false>(factor);
+    start_sums(q_sums + stage * (kBytesQ / 16));
+    start_dp();
+    ptx::wgmma_wait_group<1>();  // dk
     compiler_fence(sums);
     release(smem.q_empty + 8 * stage);
-    if constexpr (!kLast) wait_for_dp();
+    wait_for_dp();
+  }
+  // All blocks but the last product.
+  __device__ __forceinline__ last_sum_t sum_dk(int num_steps, float factor) {
+    if (num_steps > 0) {
+      publish_p(smem.p_read, kRead);  // nothing of this tile is written yet
+      start_dp();
+      wait_for_dp();
+#pragma unroll 1
+      for (int n = 1; n < num_steps; ++n) step(factor);
+    }
+    release(smem.v_empty);
+    if (num_steps == 0) return {};
+    const unsigned stage = find_ds<true>(factor);
+    return {q_sums + stage * (kBytesQ / 16), smem.q_empty + 8 * stage};
   }
 
   __device__ __forceinline__ void consume() {
-    const float factor = factor_of(args.found);
+    const params_t& params = args.score.params;
+    const float factor = role == 0 ? 1 : factor_of(args.found);
     for (unsigned num_done = 0;; ++num_done) {
-      const int num_steps = begin_tile(smem.v_full, num_done);
+      const int num_steps = begin_tile(role == 0 ? smem.k_full : smem.v_full, num_done);
       if (num_steps < 0) return;
       begin_sums();
+      const last_sum_t last = role == 0 ? sum_dv(num_steps) : sum_dk(num_steps, factor);
       if (num_steps > 0) {
-        publish_p(smem.p_read, kRead);  // nothing of this tile is written yet
-        start_dp();
-        wait_for_dp();
-#pragma unroll 1
-        for (int n = 1; n < num_steps; ++n) step<false>(factor);
+        start_sums(last.tile);
+        ptx::wgmma_wait_group<0>();
+        compiler_fence(sums);
+        release(last.barrier);
       }
-      release(smem.v_empty);
-      if (num_steps > 0) step<true>(factor);
-      store(args.dk + info().dk, args.grads.row[0],
-            unfactor_of(factor, static_cast<float>(args.score.params.scale)),
-            static_cast<int>(args.score.params.head_dim));
+      store(role == 0 ? args.dv + info().dv : args.dk + info().dk,
+            args.grads.row[role == 0],
+            role == 0 ? 1 / kFactorP
+                      : unfactor_of(factor, static_cast<float>(params.scale)),
+            static_cast<int>(role == 0 ? params.head_dim_v : params.head_dim));
       at.place = place_after(at.place);
     }
   }
@@ -775,10 +797,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     return;
   }
   ptx::setmaxnreg_inc<kConsumerRegisters>();
-  const consumer_t consumer(args, shared, smem, role);
-  if (role == 0) {
-    dv_consumer_t(consumer).consume();
-  } else {
-    dk_consumer_t(consumer).consume();
-  }
+  dk_consumer_t(consumer_t(args, shared, smem, role)).consume();
 }

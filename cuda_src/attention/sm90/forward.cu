@@ -92,6 +92,12 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
   }
 }
 
+// One copy of the code for masked tiles: the first of a work tile and those on both
+// sides of the whole ones. A kernel with options mostly consists of such copies, and
+// the time to compile it follows its size. From 192 columns on it would spill.
+constexpr bool kOneMaskedStep =
+    kHasTerms && !kCapOnly && kBounds > 0 && !kListsTiles && kHeadDimV <= 128;
+
 // Arrivals per warp at an mbarrier. racecheck of compute-sanitizer does not understand
 // that one lane arrives for its warp after __syncwarp(); for it every lane arrives.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? kWarpSize : 1;
@@ -754,6 +760,12 @@ struct consumer_t {
     }
   }
 
+  // Those that skip() left.
+  __device__ __forceinline__ void skip_last_v(int skipped) const {
+#pragma unroll 1
+    for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
+  }
+
   // Prepares the accumulators for tile n of the work tile; returns whether
   // finish_scores() must still add large biases.
   __device__ __forceinline__ bool begin_scores(int n) {
@@ -886,10 +898,7 @@ struct consumer_t {
     }
     start_qk(stage);
     load_bias(stage);
-    if constexpr (kBounds > 0) {
-#pragma unroll 1
-      for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
-    }
+    if constexpr (kBounds > 0) skip_last_v(skipped);
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
     finish_bias();
@@ -906,9 +915,11 @@ struct consumer_t {
     exponentiate(row, s, to_log2);
     round_to(p, s);
   }
-  // Any other tile n: s of this tile, while o += p v of tile n - 1 is in flight.
+  // Any other tile n: s of this tile, while o += p v of tile n - 1 is in flight. With
+  // `is_first` there is none before it.
   template <bool kMasked>
-  __device__ __forceinline__ void step(const work_t& work, softmax_t& row, int n) {
+  __device__ __forceinline__ void step(const work_t& work, softmax_t& row, int n,
+                                       bool is_first = false) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     const unsigned before = number - 1;
     unsigned stage_v = stage_of(before);
@@ -916,11 +927,17 @@ struct consumer_t {
     load_shown(work, n);
     wait(smem.k_ring.full_at(stage), parity_of(number));
     const bool late = begin_scores(n);
-    pingpong_wait();
+    if (!is_first) pingpong_wait();
     start_qk(stage);
-    wait(smem.v_ring.full_at(stage_v), parity_of(before));
-    start_pv(stage_v, n > work.skipped + 1);
-    pingpong_arrive();
+    if (is_first) {
+      skip_last_v(work.skipped);
+      ptx::wgmma_fence();         // or the assembler adds one (C7519)
+      ptx::wgmma_commit_group();  // of no product
+    } else {
+      wait(smem.v_ring.full_at(stage_v), parity_of(before));
+      start_pv(stage_v, n > work.skipped + 1);
+      pingpong_arrive();
+    }
     load_bias(stage);
     const int tile = tile_of(work, n);
     ptx::wgmma_wait_group<1>();
@@ -943,14 +960,14 @@ struct consumer_t {
     // ptxas moves this wait up to the last branch before it, the one in raise().
     ptx::wgmma_wait_group<0>();
     compiler_fence(o);
-    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
+    if (elected && !is_first) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
     if constexpr (kCapOnly && !kMasked) {
       exponentiate_capped(row, s, args.inputs.cap, !raised.passes);
     } else {
       exponentiate(row, s, to_log2);
     }
     round_to(p, s);  // only now, because the product in flight was reading p
-    if (raised.moves) {
+    if (raised.moves && !is_first) {
 #pragma unroll
       for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
     }
@@ -1100,17 +1117,9 @@ struct consumer_t {
     end_before(work.count - 1, is_pending);
   }
 
-  // All tiles of keys, or the whole ones of a list, except the last product with v.
-  // Returns their number.
-  __device__ __forceinline__ int attend(const work_t& work, softmax_t& row) {
-    wait(smem.q_ring.full_at(w), num_done & 1);
-    first_step(work, row);
-    int n = work.skipped + 1;
-    if constexpr ((kBounds > 0 && !kListsTiles) || kFromDiagonal) {
-#pragma unroll 1
-      for (; n < work.masked_end; ++n) step<true>(work, row, n);
-    }
-    if constexpr (kFromDiagonal) return n;
+  // The whole tiles from n on; returns the number of the one behind them.
+  __device__ __forceinline__ int attend_whole(const work_t& work, softmax_t& row,
+                                              int n) {
     // A separate counter: comparing n would move it out of the uniform registers.
     unsigned left = max((kListsTiles ? num_whole() : work.whole_end) - n, 0);
 #pragma unroll 1
@@ -1119,6 +1128,36 @@ struct consumer_t {
       ptx::launder(left);
       step<false>(work, row, n);
     }
+    return n;
+  }
+  // All tiles of keys, or the whole ones of a list, except the last product with v.
+  // Returns their number.
+  __device__ __forceinline__ int attend(const work_t& work, softmax_t& row) {
+    wait(smem.q_ring.full_at(w), num_done & 1);
+    int n = work.skipped;
+    if constexpr (kOneMaskedStep) {
+      bool is_first = true;
+      int masked_end = work.masked_end;
+#pragma unroll 1
+      do {  // masked tiles and whole ones, then those masked on the other side
+#pragma unroll 1
+        do {
+          step<true>(work, row, n, is_first);
+          is_first = false;
+        } while (++n < masked_end);
+        n = attend_whole(work, row, n);
+        masked_end = work.count;
+      } while (kBounds == 2 && n < work.count);
+      return n;
+    }
+    first_step(work, row);
+    ++n;
+    if constexpr ((kBounds > 0 && !kListsTiles) || kFromDiagonal) {
+#pragma unroll 1
+      for (; n < work.masked_end; ++n) step<true>(work, row, n);
+    }
+    if constexpr (kFromDiagonal) return n;
+    n = attend_whole(work, row, n);
     if constexpr (kBounds == 2 && !kListsTiles) {
 #pragma unroll 1
       for (; n < work.count; ++n) step<true>(work, row, n);

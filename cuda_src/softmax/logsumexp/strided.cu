@@ -122,25 +122,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     double l = sum.l.value;
     double result = shifted_log(sum.shift(), abs_of(l));
     bool is_large = false;
-    if constexpr (kMayOverflow) {
-      const bool is_infinite = !is_finite(l);
-      if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
-        const double m = sum.shift() + kMore, again = row.sum_beyond(m);
-        is_large = is_infinite && is_finite(again);
-        if (is_large) {
-          l = again;
-          result = shifted_log(m, abs_of(l));
-        }
-      }
-    }
     if constexpr (kHasB) {
       // Nothing may be subtracted in an infinite sum.
-      const bool is_infinite = !is_finite(l);
-      if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
-        const double plain = row.sum_beyond(0);
-        if (is_infinite) {
-          l = plain;
-          result = log_of(abs_of(l));
+      bool is_infinite = !is_finite(l);
+#pragma unroll 1
+      for (int step = kMayOverflow ? 0 : 1; step < 2; ++step) {
+        if (!(kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite))) {
+          break;
+        }
+        const double m = step == 0 ? sum.shift() + kMore : 0;
+        const double again = row.sum_beyond(m);
+        if (is_infinite && (step == 1 || is_finite(again))) {
+          l = again;
+          is_large = step == 0;
+          result = is_large ? shifted_log(m, abs_of(l)) : log_of(abs_of(l));
+          is_infinite = false;
         }
       }
     }

@@ -156,3 +156,20 @@ def test_open_connections_are_not_copied(way):
             TypeError, match=r"neither copied nor pickled.* connect\(\)"
         ):
             WAYS[way](comm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_of_what_is_on_a_gpu(cupy, way):
+    x, y, v = map(cupy.asarray, (X, Y, V))
+    for original, all_of in (
+        (points.KernelOperator(x, y), lambda found: [found @ v]),
+        (points.sinkhorn(x, y, epsilon=0.5), lambda found: [found.plan @ v, found.f]),
+        (
+            points.KernelOperator(x, x, diagonal=0.1),
+            lambda found: [found.preconditioner(5, rng=0) @ x],
+        ),
+    ):
+        found = WAYS[way](original)
+        for one, other in zip(all_of(found), all_of(original), strict=True):
+            np.testing.assert_allclose(cupy.asnumpy(one), cupy.asnumpy(other), 1e-13)

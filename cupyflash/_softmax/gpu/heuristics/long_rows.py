@@ -109,7 +109,7 @@ _LINE_BYTES = 128
 # Bytes of the shortest row, by bytes of an element, and of the longest that was
 # measured. Nothing overlaps with a single row: two reads are then as fast
 # (docs/design/lab/0008).
-_RELAY_LEAST, _RELAY_MOST = {2: 2 * _MB, 4: 4 * _MB, 8: 4 * _MB}, 9 * _MB
+_RELAY_LEAST, _RELAY_MOST = {2: 2 * _MB, 4: 4 * _MB, 8: 4 * _MB}, 12 * _MB
 # Rows that are enough, if clusters hold up to so many bytes of one and otherwise.
 _RELAY_HELD_ROWS, _RELAY_HELD = 8, 2 * _MB
 _RELAY_LEAST_ROWS = 2

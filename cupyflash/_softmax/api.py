@@ -50,6 +50,10 @@ _check_softmax, _check_log_softmax = (
     functools.partial(softmax_problem.softmax, name)
     for name in ("softmax", "log_softmax")
 )
+_checks_vjp = {
+    name: functools.partial(softmax_problem.vjp, name)
+    for name in ("softmax_vjp", "log_softmax_vjp")
+}
 
 
 def _run_family(check, x, axis, where, scale, dtype, out, method):
@@ -437,5 +441,15 @@ def log_softmax_vjp(
 def _vjp(function, y, dy, axis, scale, out):
     if type(y) in arrays.CUPY_CLASSES or arrays.is_cupy(y):
         return _gpu().vjp(function, y, dy, axis, scale, out)
-    check = functools.partial(softmax_problem.vjp, function)
+    check = _checks_vjp[function]
+    if (
+        type(y) is np.ndarray
+        and type(dy) is np.ndarray
+        and 0 < y.size <= _SMALL
+        and y.shape == dy.shape
+        and out is None
+        and type(axis) in _AXIS
+        and type(scale) in _SCALE
+    ):
+        return _cpu().run_small_pair(check, y, dy, axis, scale, None)
     return _run(check, out, y, dy, axis, scale, out)

@@ -68,10 +68,11 @@ class Rows:
     per_block : rows of a block
     fits : whole rows are held
     near_dtype : the dtype of a softmax by exponentials near a base, or None
+    out_is_new : `out` was made for the call
     """
 
-    def __init__(self, problem: Any, **operands: Any):
-        self.problem = problem
+    def __init__(self, problem: Any, *, out_is_new: bool = False, **operands: Any):
+        self.problem, self.out_is_new = problem, out_is_new
         given = {name: x for name, x in operands.items() if x is not None}
         x = given["x"]
 
@@ -205,14 +206,33 @@ class Block:
                 return x
         return self.keys(piece, dtype)
 
+    def to_read(self, name: str, piece: Box, dtype: Any) -> Any:
+        """`matrix` that may lie in the operand itself, and must not be changed.
+
+        There its dtype may be float32 in place of float64: NumPy converts on its way.
+        """
+        dtypes = (dtype, np.float32) if dtype == np.float64 else (dtype,)
+        ready = self._lies_ready(name, piece, *dtypes)
+        return self.matrix(name, piece, dtype) if ready is None else ready
+
     def target(self, piece: Box, dtype: Any) -> Any:
         """The result as (rows, columns) to write to, or None where `write` must."""
         return self._lies_ready("out", piece, dtype)
 
-    def _lies_ready(self, name, piece, dtype):
+    def new_target(self, piece: Box, *dtypes: Any) -> Any:
+        """`target` that shares no memory with an operand, laid out as a `buffer`."""
+        if not self._rows.out_is_new:
+            return None
+        matrix = self._lies_ready("out", piece, *dtypes)
+        if matrix is None:
+            return None
+        in_order = matrix.T if self._rows.side_by_side else matrix
+        return matrix if in_order.flags.c_contiguous else None
+
+    def _lies_ready(self, name, piece, *dtypes):
         """An operand as a matrix in our order of memory without a copy, or None."""
         part = self._part(name, piece)
-        if "where" in self._rows.views or part.dtype != dtype:
+        if "where" in self._rows.views or part.dtype not in dtypes:
             return None
         try:
             matrix = part.reshape(self.num_rows, -1, copy=False)
@@ -257,9 +277,10 @@ class SmallBlock:
     has_weights = False
 
     def __init__(
-        self, x: Any, side_by_side: bool, key_factor: float, near_dtype: Any = None
-    ):
-        self._x, self._key_factor = x, key_factor
+        self, x: Any, side_by_side: bool, key_factor: float, near_dtype: Any = None,
+        dy: Any = None,
+    ):  # fmt: skip
+        self._x, self._dy, self._key_factor = x, dy, key_factor
         self.near_dtype = near_dtype
         self._order: Literal["F", "C"] = "F" if side_by_side else "C"
         self.result: Any = None
@@ -267,9 +288,22 @@ class SmallBlock:
     def whole(self) -> None:
         """All columns as one piece."""
 
+    def pieces(self) -> list[None]:
+        """The same in a list."""
+        return [None]
+
     def buffer(self, name: str, shape: tuple[int, int], dtype: Any) -> Any:
         """A matrix (rows, columns)."""
         return np.empty(shape, dtype, self._order)
+
+    def to_read(self, name: str, piece: None, dtype: Any) -> Any:
+        """As those of `Block`."""
+        x = self._x if name == "x" else self._dy
+        is_ready = x.dtype == dtype or (x.dtype == np.float32 and dtype == np.float64)
+        return x if is_ready else x.astype(dtype)
+
+    def new_target(self, piece: None, *dtypes: Any) -> None:
+        """The result is what `write` is given."""
 
     def keys(self, piece: None, dtype: Any) -> Any:
         """As those of `Block`."""
@@ -287,8 +321,10 @@ class SmallBlock:
     def target(self, piece: None, dtype: Any) -> None:
         """The result is what `write` is given."""
 
-    def matrix(self, name: str, piece: None, dtype: Any) -> None:
-        """There are no other operands."""
+    def matrix(self, name: str, piece: None, dtype: Any) -> Any:
+        """As those of `Block`; None without the operand."""
+        x = {"x": self._x, "dy": self._dy}.get(name)
+        return None if x is None else np.array(x, dtype, order=self._order)
 
     def absent(self, piece: None) -> None:
         """There is no `where`."""

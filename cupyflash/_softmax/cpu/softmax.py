@@ -42,7 +42,7 @@ def run(problem, operands):
     if out is None:  # in the order of memory of the input
         out = np.empty_like(operands.x, dtype=arrays.to_dtype(problem.dtypes["out"]))
     if out.size:
-        _run_rows(problem, operands._replace(out=out), threads)
+        _run_rows(problem, operands._replace(out=out), threads, operands.out is None)
     return out[()] if operands.out is None else out
 
 
@@ -58,13 +58,16 @@ class _Plan:
         out = None
         if problem.function != "logsumexp":
             out = np.empty_like(operands.x, dtype=problem_dtype(problem))
-        rows = Rows(problem, x=operands.x, out=out)
+        rows = Rows(problem, x=operands.x, dy=operands.dy, out=out)
         if problem.function == "logsumexp":
             self.compute = logsumexp_cpu.small if rows.fits else None
+        elif operands.dy is not None:
+            self.compute = _small_rows
         else:
             self.compute = _small_rows if _method(problem, rows) is _tiled else None
         if problem.is_complex:
             self.compute = None
+        self.method = _method(problem, rows)
         self.problem, self.dtype = problem, problem_dtype(problem)
         self.kept_axes = tuple(rows.kept_axes)
         self.axes = self.kept_axes + tuple(rows.reduced_axes)
@@ -74,19 +77,23 @@ class _Plan:
         self.near_dtype = rows.near_dtype
         # The matrix of rows is the array itself, and that of the results the result.
         self.in_order = (
-            operands.x.flags.c_contiguous
+            all(
+                x.flags.c_contiguous for x in (operands.x, operands.dy) if x is not None
+            )
             and self.axes == tuple(range(operands.x.ndim))
             and not self.side_by_side
         )
         work = self.near_dtype or _work_dtype(problem)
         self.is_result = self.in_order and self.dtype == work
 
-    def block(self, x):
-        """The rows of an array."""
+    def block(self, x, dy=None):
+        """The rows of an array, and those of a second one."""
         if not self.in_order:
             x = x.transpose(self.axes)
+            dy = None if dy is None else dy.transpose(self.axes)
         x = x.reshape(self.matrix)
-        return SmallBlock(x, self.side_by_side, self.key_factor, self.near_dtype)
+        dy = None if dy is None else dy.reshape(self.matrix)
+        return SmallBlock(x, self.side_by_side, self.key_factor, self.near_dtype, dy)
 
 
 def problem_dtype(problem):
@@ -94,28 +101,40 @@ def problem_dtype(problem):
     return arrays.to_dtype(problem.dtypes["out"])
 
 
+def _plan_of(key, check, *arguments):
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _Plan(*check(*arguments))
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
 def run_small(check, x, *rest):
     """`run` of a call on a small NumPy array with options that compare by value.
 
     The arguments are checked, and the rows found, by the first call of their kind.
     """
-    key = check, x.shape, x.strides, x.dtype, rest
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _Plan(*check(x, *rest))
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+    plan = _plan_of((check, x.shape, x.strides, x.dtype, rest), check, x, *rest)
     if plan.compute is None:
         return run(*check(x, *rest))
     with np.errstate(all="ignore"):
         return plan.compute(plan, x)
 
 
-def _small_rows(plan, x):
-    """softmax or log_softmax of a small array."""
-    block = plan.block(x)
-    _tiled(plan.problem, block)
+def run_small_pair(check, y, dy, *rest):
+    """`run_small` of a function of two arrays of one shape."""
+    key = check, y.shape, y.strides, y.dtype, dy.strides, dy.dtype, rest
+    plan = _plan_of(key, check, y, dy, *rest)
+    with np.errstate(all="ignore"):
+        return plan.compute(plan, y, dy)
+
+
+def _small_rows(plan, *operands):
+    """What has the shape of its input, of small arrays."""
+    x, block = operands[0], plan.block(*operands)
+    plan.method(plan.problem, block)
     if plan.is_result:
         return block.result.reshape(plan.problem.shape)[()]
     out = np.empty_like(x, dtype=plan.dtype)
@@ -172,9 +191,9 @@ def _factor(problem):
     return 1.0 if problem.is_complex else split_scale(problem.scale)[1]
 
 
-def _run_rows(problem, operands, threads):
+def _run_rows(problem, operands, threads, out_is_new):
     """All functions whose result has the shape of the input."""
-    rows = Rows(problem, **operands._asdict())
+    rows = Rows(problem, out_is_new=out_is_new, **operands._asdict())
     method = _method(problem, rows)
     if method is _tiled_in_pieces:
         method(problem, rows, threads)
@@ -618,33 +637,39 @@ _KERNELS = {
 
 def _softmax_vjp(problem, block):
     """scale * y * (dy - sum(y * dy))."""
-    work = _work_dtype(problem)
+    work, pieces = _work_dtype(problem), block.pieces()
+    target = block.new_target(pieces[0], work) if len(pieces) == 1 else None
+
+    def read(piece):
+        y, dy = block.to_read("x", piece, work), block.to_read("dy", piece, work)
+        e = block.buffer("e", y.shape, work) if target is None else target
+        return y, dy, e
+
     parts = []
-    pieces = block.pieces()
     for piece in pieces:
-        y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
-        terms = np.multiply(y, dy, out=block.buffer("e", y.shape, y.dtype))
-        parts.append(row_sum(terms))
+        y, dy, e = read(piece)
+        parts.append(row_sum(np.multiply(y, dy, out=e, dtype=work)))
     dot = sum_of_parts(parts)
     for piece in pieces:
         if len(pieces) > 1:  # a single one is still there
-            y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
-        np.subtract(dy, dot, out=dy)
-        np.multiply(dy, y, out=dy)
-        block.write(piece, np.multiply(dy, work(problem.scale), out=dy))
+            y, dy, e = read(piece)
+        np.subtract(dy, dot, out=e)
+        _times(np.multiply(e, y, out=e), problem.scale)
+        if target is None:
+            block.write(piece, e)
 
 
 def _log_softmax_vjp(problem, block):
     """scale * (dy - exp(y) * sum(dy)), and 0 where y is -inf."""
-    work = _work_dtype(problem)
-    pieces = block.pieces()
+    work, pieces = _work_dtype(problem), block.pieces()
     total = sum_of_parts([row_sum(block.matrix("dy", piece, work)) for piece in pieces])
     for piece in pieces:
-        y, dy = block.matrix("x", piece, work), block.matrix("dy", piece, work)
+        dy = block.to_read("dy", piece, work)
+        y = block.matrix("x", piece, work)
         absent = y == -np.inf
         np.exp(y, out=y)
         np.multiply(y, total, out=y)
-        np.subtract(dy, y, out=dy)
-        np.multiply(dy, work(problem.scale), out=dy)
-        np.copyto(dy, 0, where=absent)
-        block.write(piece, dy)
+        _times(np.subtract(dy, y, out=y), problem.scale)
+        if absent.any():
+            np.copyto(y, 0, where=absent)
+        block.write(piece, y)

@@ -412,3 +412,29 @@ def test_row_max(dtype, length):
         found = blocks.row_max(a)
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("function", [cupyflash.softmax_vjp, cupyflash.log_softmax_vjp])
+@pytest.mark.parametrize("dtypes", ["ff", "dd", "fd", "ee", "ed", "if"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (40, 25), (300, 64), (70, 1500)])
+def test_gradients_have_the_same_bits_on_every_way(rng, function, dtypes, shape):
+    """Planned or not, into new memory or given one, one of the operands among it."""
+    for axis in (0, 1, None):
+        for order in "CF":
+            y, dy = (
+                np.asarray(3 * rng.normal(size=shape), d, order=order) for d in dtypes
+            )
+            first, later = (function(y, dy, axis=axis, scale=-0.5) for _ in range(2))
+            out = np.empty_like(first)
+            assert function(y, dy, axis=axis, scale=-0.5, out=out) is out
+            twice = np.empty((2 * shape[0], shape[1]), first.dtype)[::2]
+            function(y, dy, axis=axis, scale=-0.5, out=twice)
+            results = [later, out, twice]
+            for operand in (y, dy):
+                if operand.dtype == first.dtype:
+                    given = y.copy(order), dy.copy(order)
+                    own = given[operand is dy]
+                    function(*given, axis=axis, scale=-0.5, out=own)
+                    results.append(own)
+            for result in results:
+                np.testing.assert_array_equal(result, first)

@@ -172,6 +172,10 @@ class HopperVjpKernel(BackwardSpec):
         if not ordered and _bounds_of(forward) and forward.seqlen_q <= up_to:
             share = self.cache_share
         in_cache = gradient_limits.in_cache(device, row_bytes, share)
+        if not ordered and num_blocks == 1:
+            # Bounds make no tile longer than others: all of an entry follow each other,
+            # as without bounds, and add to sums that are still in the cache.
+            in_cache = 1
         # Blocks that wait for each other: half of that is faster, but for long heads
         # with bounds, where more heads leave less to wait for.
         is_long = _bounds_of(forward) and forward.seqlen_q >= _LONG_ORDERED

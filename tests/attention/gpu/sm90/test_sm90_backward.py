@@ -160,6 +160,20 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     assert ROW.schedule(forward, device, 10 * most, 1, True)["section"] <= most
 
 
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 128), (128, 64)])
+def test_tiles_of_one_block_of_queries_are_in_the_order_of_memory(head_dim, most):
+    """Under a bound, too: none is longer. Unless they wait for each other."""
+    for queries, ordered, in_order in (
+        (1, False, True),
+        (most, False, True),
+        (most + 1, False, False),
+        (most, True, False),
+    ):
+        forward = problem(head_dim=head_dim, right=0, seqlen_q=queries).forward
+        section = ROW.schedule(forward, HOPPER, 64, 1, ordered)["section"]
+        assert (section == 1) == in_order
+
+
 @pytest.mark.parametrize(("seqlen", "right"), [(1024, 0), (4096, None)])
 def test_heads_that_wait_for_each_other_are_fewer_in_a_section(seqlen, right):
     forward = problem(

@@ -94,6 +94,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     """
 
     tiles: dict[tuple[str, bool], _Tiles]
+    # Those of "_queries" for one granule of queries: larger ones are mostly padding.
+    few_queries: _Tiles
     # The least queries and keys for which splitting float32 pays off, or the least of
     # the longer of the two.
     least: int = 64
@@ -141,6 +143,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
         """The best tile of a kernel that fits on `device`."""
         dim, parts = self.dim(forward), self.parts(forward)
         tiles = self.tiles[part, has_terms(forward)][dim]
+        if part == "_queries" and forward.seqlen_q <= _GRANULE:
+            tiles = (*self.few_queries[dim], *tiles)
         return next(
             (tile for tile in tiles if tile.fits(part, dim, parts, device)), None
         )
@@ -231,6 +235,9 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
             if not everything:
                 del fitting[1:]
+            if part == "_queries":
+                few = self.few_queries[dim]
+                fitting += [x for x in few if x.fits(part, dim, parts, device)][:1]
             for tile, splits in itertools.product(fitting, (1, 2)):
                 for names in made_by(part, tile):
                     yield self.config(
@@ -273,6 +280,10 @@ _QUERIES: _Tiles = {
 MMA_SPLIT_VJP = MmaSplitVjpKernel(
     name="mma_split",
     dims=DIMS,
+    few_queries={
+        64: (MmaSplitVjpTile(32, 64, min_blocks=4), MmaSplitVjpTile(32, 64)),
+        128: (MmaSplitVjpTile(32, 64, min_blocks=2), MmaSplitVjpTile(32, 64)),
+    },
     tiles={
         ("_queries", False): _QUERIES,
         ("_queries", True): {

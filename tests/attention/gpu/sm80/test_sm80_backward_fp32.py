@@ -1,6 +1,7 @@
 """The row of the gradient table for float32 on tensor cores: tiles, and its numbers."""
 
 import dataclasses
+import itertools
 
 import fuzz_vjp
 import numpy as np
@@ -142,6 +143,23 @@ def test_every_tile_is_for_some_device(part, terms, dim):
         assert tile.rows // (tile.num_threads // 32) in (16, 32)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+def test_few_queries_have_small_tiles(dim):
+    """A granule of queries has a block of its own; more have larger tiles."""
+    chosen = set()
+    for arch, queries in itertools.product(ARCHS, (1, 16, 32)):
+        forward = problem(head_dim=dim, seqlen_q=queries).forward
+        chosen.add(MMA_SPLIT_VJP.tile("_queries", forward, device(arch)))
+        of_keys = MMA_SPLIT_VJP.tile("_keys", forward, device(arch))
+        assert of_keys in MMA_SPLIT_VJP.tiles["_keys", False][dim]
+    assert chosen == set(MMA_SPLIT_VJP.few_queries[dim])
+    for tile in chosen:
+        assert (tile.rows, tile.num_threads) == (32, 64)
+    more = problem(head_dim=dim, seqlen_q=33).forward
+    tile = MMA_SPLIT_VJP.tile("_queries", more, device("sm_90a"))
+    assert tile in MMA_SPLIT_VJP.tiles["_queries", False][dim]
+
+
 def test_sizes_of_split_tiles():
     assert [granules(n) for n in (1, 128, 129)] == [4, 4, 8]
     asked = problem(head_dim=65, seqlen_q=100, seqlen_k=200).forward
@@ -220,7 +238,15 @@ def check(cupy, rng, *sizes, **options):
     return vjp_laws.check("mma_split", cupy, rng, "float32", *sizes, **options)
 
 
-SEQLENS = ((64, 64), (64, 300), (113, 63), (65, 1049), (1049, 129), (300, 200))
+SEQLENS = (
+    (64, 64),
+    (64, 300),
+    (113, 63),
+    (65, 1049),
+    (1049, 129),
+    (300, 200),
+    (19, 300),
+)
 BOUNDS = {
     "full": {},
     "causal": {"causal": True},

@@ -130,17 +130,24 @@ struct keys_t {
 };
 
 // Stores this lane's part of row i, times `factor`.
-template <int kParts>
-__device__ __forceinline__ void store_row(const matrix_t<elem_t>& target, int i,
+template <int kParts, typename T>
+__device__ __forceinline__ void store_row(const matrix_t<T>& target, int i,
                                           const columns_t<kParts>& sums, float factor) {
-  elem_t* const x = target.x + index_t(i) * target.row;
+  // At most 16 bytes at a time.
+  constexpr int kStored = kVector * sizeof(T) > 16 ? 16 / sizeof(T) : kVector;
+  T* const x = target.x + index_t(i) * target.row;
 #pragma unroll
   for (int n = 0; n < kParts; ++n) {
-    float values[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) values[e] = sums[n * kVector + e] * factor;
-    if (column(n) < target.dim) {
-      store_vector(x + column(n), to_vector<elem_t, kVector>::of(values));
+    for (int begin = 0; begin < kVector; begin += kStored) {
+      float values[kStored];
+#pragma unroll
+      for (int e = 0; e < kStored; ++e) {
+        values[e] = sums[n * kVector + begin + e] * factor;
+      }
+      if (column(n) < target.dim) {
+        store_vector(x + column(n) + begin, to_vector<T, kStored>::of(values));
+      }
     }
   }
 }

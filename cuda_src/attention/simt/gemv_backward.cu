@@ -13,17 +13,13 @@
 //            k, v        kSpan keys per warp     registers, as in memory
 //            dq of the warps                     shared, once at the end
 // Memory     global: each array once; in float32 k twice, from L1 or L2
+// Splits     gemv_backward.cuh: blocks that share an entry
 // Numbers    all in float32. Where elem_t is float32, a pass over the keys computes lse
 //            from these scores: it is used if it equals the given one up to rounding,
 //            so that p sums to 1. The same bits in every run
 // Limits     kQueries queries, head_dim up to kPartsK vectors of kLanes lanes,
 //            head_dim_v up to kPartsV. Each query head has keys of its own
-#include "attention/simt/gemv.cuh"
-
-// GEMV_GRADS of _attention/gpu/simt/gemv_backward.py is the same struct on the host.
-struct gemv_grads_t {
-  operand_t dout, lse, dlse, dq, dk, dv, dbias;
-};
+#include "attention/simt/gemv_backward.cuh"
 
 constexpr bool kOwnLse = sizeof(elem_t) == 4;
 constexpr bool kIsTf32 = IS_GIVEN(TF32);  // so lse is that of rounded scores
@@ -39,18 +35,12 @@ __device__ __forceinline__ void add_finite(float (&sums)[kColumns], float weight
   }
 }
 
-// A query in registers.
-struct query_t {
-  columns_t<kPartsK> q, dq;
-  columns_t<kPartsV> dout;
-  float lse, delta;
-};
-
 // The arrays of an entry.
 struct entry_t {
   matrix_t<const elem_t> q, k, v, dout, out;
-  matrix_t<elem_t> dq, dk, dv;
-  int seqlen_k;
+  matrix_t<dq_t> dq;
+  matrix_t<elem_t> dk, dv;
+  int last_key;  // of this block
   float scale;
 };
 
@@ -76,57 +66,6 @@ __device__ __forceinline__ void load_query(query_t& query, const entry_t& entry,
 #pragma unroll
   for (int c = 0; c < kPartsK * kVector; ++c) query.dq[c] = 0;
   query.delta += warp_reduce<kLanes>(sum, add);
-}
-
-// What a lane knows of the queries that it owns.
-struct owned_t {
-  float lse[kOwned], delta[kOwned];
-
-  __device__ __forceinline__ explicit owned_t(const query_t (&queries)[kQueries])
-      : lse(), delta() {
-#pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
-      if (i % kOwners == owner()) {
-        lse[i / kOwners] = queries[i].lse;
-        delta[i / kOwners] = queries[i].delta;
-      }
-    }
-  }
-  static __device__ __forceinline__ int query(int j) { return j * kOwners + owner(); }
-  // Whether query j of these exists, and sees a key.
-  static __device__ __forceinline__ bool sees(const mask_bounds_t& bounds, int j,
-                                              int key) {
-    const int i = query(j);
-    return (kPadded == kQueries || i < kQueries) && bounds.sees(i, key);
-  }
-};
-
-// Adds the weights of a step of keys to `totals`, one per query of this lane.
-__device__ __forceinline__ void add_weights(float (&totals)[kOwned], const keys_t& keys,
-                                            int first,
-                                            const query_t (&queries)[kQueries],
-                                            const owned_t& owned, const entry_t& entry,
-                                            const scores_t& scores,
-                                            const mask_bounds_t& bounds) {
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int key = first + u * kKeys;
-    columns_t<kPartsK> k;
-    keys.k[u].unpack(k);
-    float products[kPadded] = {};
-#pragma unroll
-    for (int i = 0; i < kQueries; ++i) products[i] = dot_of_lane(queries[i].q, k);
-    sum_for_owners(products);
-#pragma unroll
-    for (int j = 0; j < kOwned; ++j) {
-      if (owned.sees(bounds, j, key)) {
-        float unused;
-        const float score = keys.score(scores, entry.scale, products[j], owned.query(j),
-                                       u, key, unused);
-        totals[j] += exp_diff(score, owned.lse[j]);
-      }
-    }
-  }
 }
 
 // Replaces each lse by that of these scores unless it covers keys of other calls;
@@ -196,7 +135,7 @@ __device__ __forceinline__ void add_gradients(query_t (&queries)[kQueries],
         add_scaled(dv, p[i], queries[i].dout);
       }
     }
-    if (key < entry.seqlen_k) {
+    if (key < entry.last_key) {
       store_row<kPartsK>(entry.dk, key, dk, entry.scale);
       store_row<kPartsV>(entry.dv, key, dv, 1);
     }
@@ -209,29 +148,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                        const elem_t* __restrict__ out,   // as dout
                        const float* __restrict__ lse,    // (batch, heads, queries)
                        const float* __restrict__ dlse,   // as lse, or null
-                       elem_t* __restrict__ dq,          // as q
-                       elem_t* __restrict__ dk,          // as k
-                       elem_t* __restrict__ dv,          // as v
-                       bias_t* __restrict__ dbias,       // as scores, or null
+                       SPLIT_PARAMETERS dq_t* __restrict__ dq,  // as q, or terms
+                       elem_t* __restrict__ dk,                 // as k
+                       elem_t* __restrict__ dv,                 // as v
+                       bias_t* __restrict__ dbias,              // as scores, or null
                        SCORE_PARAMETERS, const __grid_constant__ gemv_grads_t grads) {
   const int warp = warp_of_entry();
-  const tile_coord_t at(params, entry_of_grid());
+  const split_t split(num_splits, params.seqlen_k);
+  const tile_coord_t at(params, split.entry);
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t dim = params.head_dim, dim_v = params.head_dim_v;
+  const auto dq_of_entry = [&]() -> matrix_t<dq_t> {
+    if constexpr (kSplitsKeys) {
+      const index_t entries = params.batch_size * params.num_heads;
+      const index_t place = split.number * entries + at.row_of_heads;
+      return {dq + place * kQueries * dim, dim, dim};
+    } else {
+      return {at.at(dq, grads.dq), grads.dq.row, dim};
+    }
+  };
   const entry_t entry = {{at.at(q, params.q), params.q.row, dim},
                          {at.at_kv(k, params.k), params.k.row, dim},
                          {at.at_kv(v, params.v), params.v.row, dim_v},
                          {at.at(dout, grads.dout), grads.dout.row, dim_v},
                          {at.at(out, params.out), params.out.row, dim_v},
-                         {at.at(dq, grads.dq), grads.dq.row, dim},
+                         dq_of_entry(),
                          {at.at_kv(dk, grads.dk), grads.dk.row, dim},
                          {at.at_kv(dv, grads.dv), grads.dv.row, dim_v},
-                         static_cast<int>(params.seqlen_k),
+                         split.last,
                          static_cast<float>(params.scale)};
   const mask_bounds_t bounds = scores.mask_bounds(0, 0);
-  const int last = static_cast<int>(scores.keys_of(0, kQueries).last);
-  const int begin = warp * kSpan;
+  int last = static_cast<int>(scores.keys_of(0, kQueries).last);
+  int begin = warp * kSpan;
+  if constexpr (kSplitsKeys) {
+    last = min(last, split.last);
+    begin += split.first;
+  }
 
   keys_t keys;
   keys.load(entry.k, entry.v, scores, begin + key_of_warp(), last);
@@ -243,16 +196,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         dlse == nullptr ? nullptr : at.at(dlse, grads.dlse) + i * grads.dlse.row);
   }
   __shared__ of_warps_t<kPartsK> shared;
-  if constexpr (kOwnLse) {
+  if constexpr (kOwnLse && kSplitsKeys) {
+    // Lanes have splits, in the same order in every block.
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kQueries; ++i) {
+      const float* const of_query =
+          totals + (at.row_of_heads * kQueries + i) * num_splits;
+      float total = 0;
+      for (index_t n = lane; n < num_splits; n += kWarpSize) total += of_query[n];
+      correct(queries[i].lse, warp_reduce<kWarpSize>(total, add), scores.sink(i));
+    }
+  } else if constexpr (kOwnLse) {
     const owned_t owned(queries);
     float own_totals[kOwned] = {}, totals[kQueries];
-    add_weights(own_totals, keys, begin + key_of_warp(), queries, owned, entry, scores,
-                bounds);
+    add_weights(own_totals, keys, begin + key_of_warp(), queries, owned, entry.scale,
+                scores, bounds);
 #pragma unroll 1
     for (int first = begin + kStep; first < last; first += kStep) {
       keys_t next;
       next.load_k(entry.k, scores, first + key_of_warp(), last);
-      add_weights(own_totals, next, first + key_of_warp(), queries, owned, entry,
+      add_weights(own_totals, next, first + key_of_warp(), queries, owned, entry.scale,
                   scores, bounds);
     }
     from_owners(totals, own_totals);
@@ -270,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   auto store_dbias = [&](int i, int key, float ds) {
     if constexpr (kHasBias) {
-      if (dbias != nullptr && key < entry.seqlen_k && i < kQueries &&
+      if (dbias != nullptr && key < entry.last_key && i < kQueries &&
           lane_of_key() < kOwners) {
         at.at(dbias, grads.dbias)[i * grads.dbias.row + key * grads.dbias.col] =
             to<bias_t>(ds);
@@ -280,11 +244,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const owned_t owned(queries);
   int first = begin;
 #pragma unroll 1
-  while (first < entry.seqlen_k) {
+  while (first < entry.last_key) {
     add_gradients(queries, owned, keys, first + key_of_warp(), entry, scores, bounds,
                   store_dbias);
     first += kStep;
-    if (first < entry.seqlen_k) {
+    if (first < entry.last_key) {
       keys.load(entry.k, entry.v, scores, first + key_of_warp(), last);
     }
   }

@@ -150,6 +150,14 @@ def _few():
             yield replace(made_up(dtype, head_dim, right=0), **few), 1
     tf32 = {"precision": "tf32", "num_heads": 4096, "num_kv_heads": 4096}
     yield replace(made_up("float32"), seqlen_q=1, seqlen_k=100, **tf32), 1
+    # Few entries with many keys, which blocks share.
+    for dtype, (queries, head_dim) in itertools.product(
+        ("float16", "bfloat16", "float32"), ((1, 64), (4, 64), (1, 256))
+    ):
+        few = {"num_heads": 100, "num_kv_heads": 100, "seqlen_q": queries}
+        yield replace(made_up(dtype, head_dim), **few), 1
+        if head_dim == 64:
+            yield replace(made_up(dtype, head_dim), **few, **_ALL_OPTIONS), 2
 
 
 def _short():

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from cupyflash._attention.gpu.config import if_on, num_heads
 from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.simt.gemv_forward import Tuning
@@ -14,16 +15,30 @@ from cupyflash._cuda.structs import Struct
 
 GEMV_GRADS = Struct(
     "gemv_grads_t",
-    "attention/simt/gemv_backward.cu",
+    "attention/simt/gemv_backward.cuh",
     ((OPERAND, "dout", "lse", "dlse", "dq", "dk", "dv", "dbias"),),
 )
 
 
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "": "attention/simt/gemv_backward.cu",
+    "_totals": "attention/simt/gemv_backward_totals.cu",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GemvVjpKernel(BackwardSpec):
-    """All gradients of few queries in one launch, by products with vectors."""
+    """All gradients of few queries in one launch, by products with vectors.
+
+    Blocks share the keys of an entry, in three launches, if there are more than
+    `keys_of_block` and entries leave places for blocks; each has at least
+    `least_steps` steps of them.
+    """
 
     tuning: Tuning
+    keys_of_block: int = 512
+    least_steps: int = 2
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
@@ -37,17 +52,42 @@ class GemvVjpKernel(BackwardSpec):
                 return "computes dbias only if each score has a bias of its own"
         return None
 
+    def num_splits(self, forward: AttentionProblem, device: Device) -> int:
+        """Blocks that share the keys of an entry."""
+        of = self.tuning.layout(forward, device)
+        if forward.seqlen_k <= self.keys_of_block or of.entries > 1:
+            return 1
+        places = device.num_sms * self.tuning.min_blocks(forward, of, device)
+        steps = -(-forward.seqlen_k // of.keys_of_step)
+        return max(1, min(places // num_heads(forward), steps // self.least_steps))
+
+    def parts(self, forward: AttentionProblem, splits: int) -> tuple[str, ...]:
+        """The kernels of a call, in order."""
+        sums_first = splits > 1 and forward.dtype == "float32"
+        return ("_totals", "") if sums_first else ("",)
+
     def config(
-        self, forward: AttentionProblem, batch_dims: int, device: Device
+        self,
+        forward: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+        part: str = "",
+        splits: int = 1,
     ) -> LaunchConfig:
-        """The launch of the kernel that computes all gradients."""
+        """The launch of a part."""
         is_tf32 = forward.dtype == "float32" and forward.precision == "tf32"
-        more = {"TF32": 1} if is_tf32 else {}
-        source, entry = "attention/simt/gemv_backward.cu", "attention_vjp_gemv"
-        return self.tuning.config(source, entry, forward, batch_dims, device, **more)
+        more = if_on(TF32=is_tf32 and not part, KEY_SPLITS=splits > 1)
+        source, entry = _SOURCES[part], f"attention_vjp_gemv{part}"
+        return self.tuning.config(
+            source, entry, forward, batch_dims, device, splits, **more
+        )
 
     def configs(self, forward, batch_dims, device, everything):
-        return (self.config(forward, batch_dims, device),)
+        splits = self.num_splits(forward, device)
+        return tuple(
+            self.config(forward, batch_dims, device, part, splits)
+            for part in self.parts(forward, splits)
+        )
 
 
 _ANY_BYTES: dict[float, float] = {256: math.inf}
@@ -68,7 +108,7 @@ GEMV_VJP = GemvVjpKernel(
         most_bytes_with_bias=dict.fromkeys(
             ("float16", "bfloat16", "float32"), math.inf
         ),
-        heads_per_sm={512: 0, math.inf: 0.5},
+        heads_per_sm={2: {512: 0, math.inf: 0.5}, 4: {math.inf: 0}},
         registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
     ),
 )

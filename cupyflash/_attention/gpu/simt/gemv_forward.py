@@ -62,6 +62,11 @@ class Layout:
     def num_threads(self) -> int:
         return _WARP * self.warps * self.entries
 
+    @property
+    def keys_of_step(self) -> int:
+        """kStep of attention/simt/gemv.cuh."""
+        return self.warps * _WARP // self.lanes * self.unroll
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -70,7 +75,8 @@ class Tuning:
     By the size of an element: `steps` are (unroll, warps) by the bytes of k of an entry
     with one query, `steps_of_more` those with more; `most_queries` by the keys. By the
     dtype: `most_bytes` of k of an entry by the columns of a head, and if a bias is
-    added. `heads_per_sm` are the fewest heads per multiprocessor, by the keys.
+    added. `heads_per_sm` are the fewest heads per multiprocessor, by the size of an
+    element and the keys.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
@@ -78,7 +84,7 @@ class Tuning:
     most_queries: dict[int, dict[float, int]]
     most_bytes: dict[str, dict[float, float]]
     most_bytes_with_bias: dict[str, float]
-    heads_per_sm: dict[float, float]
+    heads_per_sm: dict[int, dict[float, float]]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
     # The same without options, where a warp has an entry and a lane one vector of each
@@ -145,13 +151,25 @@ class Tuning:
         if keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
-        if heads < (fewest := by_threshold(self.heads_per_sm, keys) * device.num_sms):
+        per_sm = by_threshold(self.heads_per_sm[itemsize], keys)
+        if heads < (fewest := per_sm * device.num_sms):
             return (
                 f"takes {math.ceil(fewest)} heads or more for {keys} keys, not {heads}"
             )
         if self.layout(problem, device).columns > _MOST_COLUMNS:
             return f"has too few registers for {queries} queries of {widest} columns"
         return None
+
+    def min_blocks(self, problem: AttentionProblem, of: Layout, device: Device) -> int:
+        """Blocks per multiprocessor, by registers."""
+        plain, with_options = by_threshold(self.registers, of.columns)
+        registers = plain if is_plain(problem) else with_options
+        is_light = of.warps == of.parts_k == of.parts_v == 1
+        if self.registers_of_one_warp and is_light and is_plain(problem):
+            registers = self.registers_of_one_warp
+        if device.cc >= _NEEDS_MORE:
+            registers += registers // 8
+        return max(1, _REGISTERS // (of.num_threads * registers))
 
     def config(
         self,
@@ -160,23 +178,18 @@ class Tuning:
         problem: AttentionProblem,
         batch_dims: int,
         device: Device,
+        splits: int = 1,
         **more,
     ) -> LaunchConfig:
-        """A launch over all heads."""
+        """A launch over all heads, or so many splits of each."""
         of = self.layout(problem, device)
-        plain, with_options = by_threshold(self.registers, of.columns)
-        registers = plain if is_plain(problem) else with_options
-        is_light = of.warps == of.parts_k == of.parts_v == 1
-        if self.registers_of_one_warp and is_light and is_plain(problem):
-            registers = self.registers_of_one_warp
-        if device.cc >= _NEEDS_MORE:
-            registers += registers // 8
+        num_blocks = -(-num_heads(problem) // of.entries) * splits
         return launch_config(
-            problem, batch_dims, -(-num_heads(problem) // of.entries), of.num_threads,
+            problem, batch_dims, num_blocks, of.num_threads,
             source, entry,
             QUERIES=of.queries, LANES=of.lanes, VECTOR=of.vector, PARTS_K=of.parts_k,
             PARTS_V=of.parts_v, UNROLL=of.unroll, WARPS=of.warps, ENTRIES=of.entries,
-            MIN_BLOCKS=max(1, _REGISTERS // (of.num_threads * registers)), **more,
+            MIN_BLOCKS=self.min_blocks(problem, of, device), **more,
         )  # fmt: skip
 
 
@@ -228,7 +241,7 @@ GEMV = GemvKernel(
             "bfloat16": 40 << 10,
             "float32": math.inf,
         },
-        heads_per_sm={128: 0.5, math.inf: 2},
+        heads_per_sm={n: {128: 0.5, math.inf: 2} for n in (2, 4)},
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
         registers_of_one_warp=64,
     ),

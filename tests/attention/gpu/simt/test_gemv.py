@@ -1,6 +1,7 @@
 """The row of few queries in both tables: what it takes, and its numbers."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -67,7 +68,7 @@ REFUSED = [
     (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
     (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
-    (problem("float32", keys=513, num_heads=65, num_kv_heads=65), "sm_90a", "not 65"),
+    (problem("float16", 32, 1, 513, num_heads=65, num_kv_heads=65), "sm_90a", "not 65"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
@@ -221,6 +222,82 @@ def test_gradients_go_where_their_arrays_have_them(layout):
     assert len(launches) == 1
 
 
+# --- blocks that share the keys of an entry ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "splits"),
+    [
+        (32, 4096, 8),
+        (32, 1000, 8),
+        (32, 513, 4),
+        (32, 512, 1),
+        (1, 4096, 32),
+        (132, 4096, 2),
+        (133, 4096, 1),
+        (4096, 4096, 1),
+    ],
+)
+def test_blocks_share_keys_where_entries_are_few(heads, keys, splits):
+    asked = problem("float32", 64, 1, keys, num_heads=heads, num_kv_heads=heads)
+    assert GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
+    assert GEMV_VJP.num_splits(asked, device()) == splits
+    of = GEMV_VJP.tuning.layout(asked, device())
+    assert splits == 1 or of.entries == 1
+    names = [c.variant.entry for c in GEMV_VJP.configs(asked, 1, device(), False)]
+    totals = ["attention_vjp_gemv_totals"] * (splits > 1)
+    assert names == [*totals, "attention_vjp_gemv"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys", [513, 1000, 4096])
+def test_splits_have_enough_keys(dtype, keys):
+    """At least some steps each, in one wave of blocks."""
+    for heads in (1, 7, 66, 100):
+        for queries in (1, 2, 5):
+            asked = problem(
+                dtype, 64, queries, keys, num_heads=heads, num_kv_heads=heads
+            )
+            splits = GEMV_VJP.num_splits(asked, device())
+            step = GEMV_VJP.tuning.layout(asked, device()).keys_of_step
+            steps = math.ceil(keys / step)
+            assert splits <= max(1, steps // GEMV_VJP.least_steps)
+            assert splits * heads <= 2 * device().num_sms
+            (*_, config) = GEMV_VJP.configs(asked, 1, device(), False)
+            assert config.num_blocks == heads * splits
+            assert ("KEY_SPLITS" in dict(config.variant.defines)) == (splits > 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_terms_of_dq_are_added_up(dtype, layout):
+    pytest.importorskip("cupy")
+    from cupyflash._attention import vjp_problem
+    from cupyflash._attention.gpu import gradient_layout
+    from cupyflash._attention.gpu.simt.gemv_backward_plan import gemv_vjp_steps
+
+    shape = {"bhsd": (1, 3, 2, 64), "bshd": (1, 2, 3, 64)}[layout]
+    of_keys = {"bhsd": (1, 3, 2000, 64), "bshd": (1, 2000, 3, 64)}[layout]
+    q, k = np.zeros(shape, dtype), np.zeros(of_keys, dtype)
+    lse = np.zeros((1, 3, 2), "float32")
+    asked, operands = vjp_problem.attention_vjp(
+        q, q, k, k, q, lse, None, None, None, False, None, None, 0.0, None, None,
+        None, None, layout, "float32", "auto", None, False, False, False,
+    )  # fmt: skip
+    splits = GEMV_VJP.num_splits(asked.forward, device())
+    assert splits > 1
+    steps = gemv_vjp_steps(GEMV_VJP, asked, operands, device())
+    *totals, (_, arguments), (_, (terms, result, fields)) = steps.launches
+    assert len(totals) == (dtype == "float32")
+    assert arguments[7:10] == ("totals" if totals else 0, splits, "dq_terms")
+    assert (terms, result) == ("dq_terms", "dq")
+    assert steps.scratch[terms] == splits * 3 * 2 * 64 * 4
+    assert steps.scratch.get("totals", 0) == 4 * splits * 3 * 2 * len(totals)
+    (found,) = np.frombuffer(fields, gradient_layout.SUM.dtype(kAxes=6))
+    assert found["num_terms"] == splits
+    assert found["num_sums"] == 3 * 2 * 64
+
+
 # --- numbers -------------------------------------------------------------------------
 
 
@@ -232,7 +309,7 @@ def few_heads(monkeypatch):
         first, *rest = rows
         tuning = dataclasses.replace(
             first.tuning,
-            heads_per_sm={4096: 0},
+            heads_per_sm={2: {4096: 0}, 4: {4096: 0}},
             most_queries={2: {4096: 8}, 4: {4096: 8}},
             most_bytes={dtype: {256: 1 << 30} for dtype in DTYPES},
         )
@@ -242,6 +319,19 @@ def few_heads(monkeypatch):
         return (row, *rest)
 
     small_entries.change_tables(monkeypatch, take_all)
+
+
+@pytest.fixture
+def shared_keys(few_heads, monkeypatch):
+    """Let blocks share few keys, too, so that tests are small."""
+
+    def share(rows):
+        first, *rest = rows
+        if isinstance(first, type(GEMV_VJP)):
+            first = dataclasses.replace(first, keys_of_block=32, least_steps=1)
+        return (first, *rest)
+
+    small_entries.change_tables(monkeypatch, share)
 
 
 def check_both(cupy, rng, dtype, size, batch=(5,), **options):
@@ -362,3 +452,90 @@ def test_nan_and_infinities_stay_where_they_are_seen(
     x = dict(zip(("q", "k", "v", "dout"), arrays, strict=True))[name]
     x[0, 0, 1, 3] = bad
     agree(cupy, *arrays, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "size", [(1, 200, 64, 64), (3, 300, 32, 64), (8, 129, 64, 64), (1, 70, 256, 136)]
+)
+def test_blocks_that_share_keys(cupy, rng, shared_keys, dtype, size):
+    check_both(cupy, rng, dtype, size, batch=(2,))
+
+
+@pytest.mark.gpu
+def test_blocks_share_keys_as_they_are_chosen(cupy, rng):
+    """Without a change of the table."""
+    vjp_laws.check(
+        "gemv", cupy, rng, "float32", heads=(2, 2), seqlens=(2, 1100), batch=(1,)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options_of_shared_keys(cupy, rng, shared_keys, dtype, name):
+    check_both(cupy, rng, dtype, (5, 137, 64, 64), batch=(2,), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_of_shared_keys(cupy, rng, shared_keys, dtype):
+    q, k = (4, 2, 3, 64), (4, 2, 145, 64)
+    bias = rng.normal(size=(4, 2, 3, 145)).astype(dtype_of(dtype))
+    bias[rng.random(bias.shape) < 0.2] = -np.inf
+    lengths = np.array([145, 0, 3, 70], np.int32)
+    options = {"bias": bias, "key_lengths": lengths, "need_dbias": True}
+    vjp_laws.poison(cupy, bias.shape)
+    grads = agree(cupy, *inputs(rng, dtype, q, k), **options)
+    assert not to_host(grads.dbias)[1].astype(np.float32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_lse_of_shared_keys(cupy, rng, shared_keys, dtype):
+    q, k = (2, 2, 3, 64), (2, 2, 224, 64)
+    small_entries.check_parts_of_the_keys(cupy, rng, dtype, q, k, cut=100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_entries_of_shared_keys_do_not_know_of_each_other(
+    cupy, rng, shared_keys, dtype
+):
+    q, k = (3, 2, 2, 64), (3, 2, 170, 64)
+    small_entries.check_entries_alone(cupy, rng, dtype, q, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_seen_of_shared_keys_never_leaks(
+    cupy, rng, shared_keys, dtype, bad
+):
+    q, k, v, dout = inputs(rng, dtype, (2, 2, 3, 64), (2, 2, 170, 64))
+    lengths = {"query_lengths": np.array([3, 2]), "key_lengths": np.array([60, 170])}
+    for entry, (rows, keys) in enumerate(zip(*lengths.values(), strict=True)):
+        q[entry, :, rows:], dout[entry, :, rows:] = bad, bad
+        k[entry, :, keys:], v[entry, :, keys:] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **lengths)
+    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
+    assert not to_host(grads.dk)[0, :, 60:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "dout"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_and_infinities_of_shared_keys(cupy, rng, shared_keys, name, bad):
+    arrays = inputs(rng, "float32", (2, 2, 3, 64), (2, 2, 150, 64))
+    x = dict(zip(("q", "k", "v", "dout"), arrays, strict=True))[name]
+    x[0, 0, 1, 3] = bad
+    agree(cupy, *arrays, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_strides_of_shared_keys(cupy, rng, shared_keys, form):
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
+    arrays = inputs(rng, "float32", (2, 2, 3, 64), (2, 2, 140, 64))
+    agree(cupy, *arrays, forms=forms, causal=True)

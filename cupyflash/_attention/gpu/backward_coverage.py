@@ -20,6 +20,9 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import Variant
 
+# (sums, terms of each) for each number of threads of a sum.
+_SUMS = ((1, 100), (1000, 100), (1000, 8), (1000, 2))
+
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     """(row, variant) pairs that `device` may compile: a selection, or all of them."""
@@ -34,8 +37,8 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                     found[row.name, config.variant] = None
     for accum, grad in itertools.product(("float32", "float64"), FLOATS):
         if kernel.refuse_old_device(grad, device) is None:
-            for num_sums in (1, 1000):
-                config = sum_config(accum, grad, 4, num_sums, 100)
+            for num_sums, num_terms in _SUMS:
+                config = sum_config(accum, grad, 4, num_sums, num_terms)
                 found["sum", config.variant] = None
     for grad in FLOATS:
         if kernel.refuse_old_device(grad, device) is None:

@@ -7,6 +7,8 @@ from cupyflash._cuda.kernel import LaunchConfig
 
 _ROW_THREADS = 256
 _SUM_THREADS = 256
+# Sums that leave most of a device without work if each has one thread.
+_FEW_SUMS = 1 << 14
 
 
 def rows_config(forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
@@ -25,13 +27,22 @@ def rows_config(forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
     )
 
 
+def sum_lanes(num_sums: int, num_terms: int) -> int:
+    """Threads that share a sum."""
+    if num_terms > num_sums:
+        return _SUM_THREADS
+    # A thread adds its terms one after the other, each once it has come from memory.
+    # It has a sum of its own where sums are many, and neighbours share cache lines.
+    if num_sums > _FEW_SUMS or num_terms < 4:
+        return 1
+    return 8 if num_terms <= 8 else 32
+
+
 def sum_config(
     accum: str, grad: str, num_axes: int, num_sums: int, num_terms: int
 ) -> LaunchConfig:
     """The launch that adds up terms."""
-    # One block per sum pays off if sums are few; otherwise neighbours share cache
-    # lines.
-    lanes = _SUM_THREADS if num_terms > num_sums else 1
+    lanes = sum_lanes(num_sums, num_terms)
     defines = {
         "ACCUM_T": CUDA_TYPES[accum],
         "GRAD_T": CUDA_TYPES[grad],

@@ -32,13 +32,14 @@ class GemvVjpKernel(BackwardSpec):
     """All gradients of few queries in one launch, by products with vectors.
 
     Blocks share the keys of an entry, in three launches, if there are more than
-    `keys_of_block` and entries leave places for blocks; each has at least
-    `least_steps` steps of them.
+    `keys_of_block` and multiprocessors finish sooner that way; each block has at least
+    `least_steps` steps of them, and all of them take at most `most_waves` waves.
     """
 
     tuning: Tuning
     keys_of_block: int = 512
     least_steps: int = 2
+    most_waves: int = 4
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
@@ -59,7 +60,14 @@ class GemvVjpKernel(BackwardSpec):
             return 1
         places = device.num_sms * self.tuning.min_blocks(forward, of, device)
         steps = -(-forward.seqlen_k // of.keys_of_step)
-        return max(1, min(places // num_heads(forward), steps // self.least_steps))
+        heads = num_heads(forward)
+        most = min(self.most_waves * places // heads, steps // self.least_steps)
+
+        def length(splits: int) -> int:
+            """Steps of all waves, one after the other."""
+            return -(-heads * splits // places) * -(-steps // splits)
+
+        return min(range(1, max(1, most) + 1), key=length)
 
     def parts(self, forward: AttentionProblem, splits: int) -> tuple[str, ...]:
         """The kernels of a call, in order."""

@@ -13,7 +13,7 @@ from small_entries import DTYPES, SINGLE, device, gradient
 from test_attention_vjp import OPTIONS, agree, inputs
 
 import cupyflash
-from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu import gradient_config, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
@@ -230,11 +230,13 @@ def test_gradients_go_where_their_arrays_have_them(layout):
     [
         (32, 4096, 8),
         (32, 1000, 8),
-        (32, 513, 4),
+        (32, 513, 3),
         (32, 512, 1),
         (1, 4096, 32),
+        (100, 4096, 5),
         (132, 4096, 2),
-        (133, 4096, 1),
+        (264, 4096, 1),
+        (300, 4096, 3),
         (4096, 4096, 1),
     ],
 )
@@ -252,8 +254,9 @@ def test_blocks_share_keys_where_entries_are_few(heads, keys, splits):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("keys", [513, 1000, 4096])
 def test_splits_have_enough_keys(dtype, keys):
-    """At least some steps each, in one wave of blocks."""
-    for heads in (1, 7, 66, 100):
+    """At least some steps each, in few waves of blocks that take fewer steps."""
+    places = 2 * device().num_sms
+    for heads in (1, 7, 66, 100, 300):
         for queries in (1, 2, 5):
             asked = problem(
                 dtype, 64, queries, keys, num_heads=heads, num_kv_heads=heads
@@ -262,7 +265,10 @@ def test_splits_have_enough_keys(dtype, keys):
             step = GEMV_VJP.tuning.layout(asked, device()).keys_of_step
             steps = math.ceil(keys / step)
             assert splits <= max(1, steps // GEMV_VJP.least_steps)
-            assert splits * heads <= 2 * device().num_sms
+            waves = math.ceil(splits * heads / places)
+            whole = math.ceil(heads / places) * steps
+            assert waves <= max(GEMV_VJP.most_waves, math.ceil(heads / places))
+            assert splits == 1 or waves * math.ceil(steps / splits) < whole
             (*_, config) = GEMV_VJP.configs(asked, 1, device(), False)
             assert config.num_blocks == heads * splits
             assert ("KEY_SPLITS" in dict(config.variant.defines)) == (splits > 1)
@@ -296,6 +302,23 @@ def test_terms_of_dq_are_added_up(dtype, layout):
     (found,) = np.frombuffer(fields, gradient_layout.SUM.dtype(kAxes=6))
     assert found["num_terms"] == splits
     assert found["num_sums"] == 3 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("sums", "terms", "lanes"),
+    [
+        (64, 32, 32),
+        (2048, 8, 8),
+        (2048, 4, 8),
+        (2048, 3, 1),
+        (1 << 20, 32, 1),
+        (64, 65, 256),
+    ],
+)
+def test_threads_share_few_sums(sums, terms, lanes):
+    config = gradient_config.sum_config("float32", "float32", 6, sums, terms)
+    assert dict(config.variant.defines)["LANES"] == str(lanes)
+    assert config.num_blocks == math.ceil(sums * lanes / 256)
 
 
 # --- numbers -------------------------------------------------------------------------

@@ -116,7 +116,8 @@ GEMV_VJP = GemvVjpKernel(
         most_bytes_with_bias=dict.fromkeys(
             ("float16", "bfloat16", "float32"), math.inf
         ),
-        heads_per_sm={2: {512: 0, math.inf: 0.5}, 4: {math.inf: 0}},
+        heads_per_sm={2: {math.inf: 0}, 4: {math.inf: 0}},
+        heads_per_sm_of_more={2: {512: 0, math.inf: 0.5}},
         registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
     ),
 )

@@ -1,7 +1,7 @@
 """The kernel spec of attention with few queries per entry."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.config import is_plain, launch_config, num_heads
@@ -76,7 +76,8 @@ class Tuning:
     with one query, `steps_of_more` those with more; `most_queries` by the keys. By the
     dtype: `most_bytes` of k of an entry by the columns of a head, and if a bias is
     added. `heads_per_sm` are the fewest heads per multiprocessor, by the size of an
-    element and the keys.
+    element and the keys, `heads_per_sm_of_more` those with more than one query where
+    they differ.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
@@ -90,6 +91,7 @@ class Tuning:
     # The same without options, where a warp has an entry and a lane one vector of each
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
+    heads_per_sm_of_more: dict[int, dict[float, float]] = field(default_factory=dict)
 
     def layout(self, problem: AttentionProblem, device: Device) -> Layout:
         """The layout of a problem that `unsupported_reason` allows."""
@@ -151,7 +153,10 @@ class Tuning:
         if keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
-        per_sm = by_threshold(self.heads_per_sm[itemsize], keys)
+        heads_per_sm = self.heads_per_sm[itemsize]
+        if queries > 1:
+            heads_per_sm = self.heads_per_sm_of_more.get(itemsize, heads_per_sm)
+        per_sm = by_threshold(heads_per_sm, keys)
         if heads < (fewest := per_sm * device.num_sms):
             return (
                 f"takes {math.ceil(fewest)} heads or more for {keys} keys, not {heads}"

@@ -68,7 +68,6 @@ REFUSED = [
     (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
     (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
-    (problem("float16", 32, 1, 513, num_heads=65, num_kv_heads=65), "sm_90a", "not 65"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
@@ -80,6 +79,23 @@ REFUSED = [
 def test_leaves_to_the_next_row(asked, arch, reason):
     for row, x in ((GEMV, asked), (GEMV_VJP, gradient(asked))):
         assert reason in row.unsupported_reason(x, device(arch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 2, 5])
+def test_takes_few_heads_of_many_keys_where_they_pay(dtype, queries):
+    """In 16 bits, gradients of more than one query need as many heads as before."""
+    for heads, keys in ((65, 513), (66, 513), (1, 512), (1, 4096)):
+        asked = problem(dtype, 32, queries, keys, num_heads=heads, num_kv_heads=heads)
+        reason = GEMV.unsupported_reason(asked, device())
+        assert reason is not None
+        if queries == 1 or dtype == "float32":
+            assert f"264 heads or more for {keys} keys, not {heads}" in reason
+        reason = GEMV_VJP.unsupported_reason(gradient(asked), device())
+        if queries > 1 and dtype != "float32" and keys > 512 and heads < 66:
+            assert f"66 heads or more for {keys} keys, not {heads}" in reason
+        else:
+            assert reason is None
 
 
 def test_takes_as_many_keys_as_pay():
@@ -333,6 +349,7 @@ def few_heads(monkeypatch):
         tuning = dataclasses.replace(
             first.tuning,
             heads_per_sm={2: {4096: 0}, 4: {4096: 0}},
+            heads_per_sm_of_more={},
             most_queries={2: {4096: 8}, 4: {4096: 8}},
             most_bytes={dtype: {256: 1 << 30} for dtype in DTYPES},
         )

@@ -38,7 +38,7 @@ from cupyflash._cli import console
 REPORT = timing.RESULTS / "landscape_h100.json"
 REPORT_OF_GRADIENTS = timing.RESULTS / "landscape_vjp_h100.json"
 # What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
-_MOST_WORK = {"float16": 2e12, "float32": 2e11}
+_MOST_WORK = {"float16": 2e12, "float32": 2e11, "float64": 1e11}
 _MOST_NUMBERS = 3e8
 _MOST_SCORES = 1 << 26  # up to which the formula is tried
 _TURN_SECONDS = 2e-3
@@ -293,6 +293,8 @@ def gradient_cells():
         *((d, "float16", "plain") for d in (64, 128)),
         (64, "float32", "plain"),
         (64, "float16", "causal"),
+        (64, "float64", "plain"),
+        (64, "float64", "causal"),
     )
     found = [
         AttentionVjp(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)

@@ -353,6 +353,8 @@ def test_cells_of_the_gpu_are_known_by_name(script):
     assert {type(cell) for cell in cells} == {landscape.Attention, landscape.Softmax}
     kinds = {landscape.AttentionVjp, landscape.SoftmaxVjp, landscape.LogSumExp}
     assert {type(cell) for cell in gradients} == kinds
+    asked = {(c.dtype, c.option) for c in gradients if c.function == "attention_vjp"}
+    assert {("float64", "plain"), ("float64", "causal")} < asked
     # torch has NaN there.
     assert not landscape.AttentionVjp(1, 512, 32, 64, "float16", "causal").affordable
     assert not landscape.Attention(1024, 4096, 4096, 64, "float32", "plain").affordable

@@ -27,21 +27,24 @@ struct block_t : walk_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_tiled_f64_keys(BACKWARD_PARAMETERS, ROW_PARAMETERS,
-                                 const accum_t* __restrict__ factor,  // as delta
-                                 grad_t* dk,               // as k, summed over entries
-                                 grad_t* dv,               // as v, summed over entries
-                                 int* __restrict__ found,  // 1: something is not finite
-                                 SCORE_PARAMETERS,
-                                 const __grid_constant__ grads_t grads) {
+    attention_vjp_tiled_f64_keys(
+        BACKWARD_PARAMETERS, ROW_PARAMETERS,
+        const accum_t* __restrict__ factor,  // as delta
+        LOOP_PARAMETERS grad_t* dk,          // as k, summed over entries
+        grad_t* dv,                          // as v, summed over entries
+        int* __restrict__ found,             // 1: something is not finite
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
+  [[maybe_unused]] __shared__ index_t split;  // of the loop
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;
-  const index_t tile = divide(block_index(), grads.num_kept);
+  const index_t work = work_index(num_splits);
+  const index_t tile = divide(work, grads.num_kept);
   if (tile >= num_tiles) return;
   if (threadIdx.x == 0) {
-    block.kept = locate(grads.kept, block_index() - tile * grads.num_kept);
+    block.kept = locate(grads.kept, work - tile * grads.num_kept);
     block.own_first = tile * kBlockM;
+    if constexpr (kSplitsLoop) split = split_index(num_splits);
   }
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
   const auto num_own = [&] {
@@ -60,14 +63,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         scores.queries_of(j0, smaller(j0 + kBlockM, params.seqlen_k));
     // Tiles start at multiples of kBlockN, so that the order of the sums of a key does
     // not depend on its tile of keys.
-    const index_t first = queries.first / kBlockN * kBlockN;
+    index_t first = queries.first / kBlockN * kBlockN, last = queries.last;
+    if constexpr (kSplitsLoop) take_split(first, last, split, num_splits);
     if (threadIdx.x == 0) {
       block.rows[0] = {at.at(q, params.q) + first * params.q.row, params.q.row,
                        static_cast<int>(params.head_dim)};
       block.rows[1] = {at.at(dout, grads.dout) + first * grads.dout.row, grads.dout.row,
                        static_cast<int>(params.head_dim_v)};
-      block.num_rows =
-          queries.last > first ? static_cast<int>(queries.last - first) : 0;
+      block.num_rows = last > first ? static_cast<int>(last - first) : 0;
       block.bounds = scores.mask_bounds(first, j0);
       const index_t row = at.row_of_heads * params.seqlen_q + first;
       block.lse_rows = at.at(lse, grads.lse) + first * grads.lse.row;
@@ -181,10 +184,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const bool is_dv = thread_t().role() == 0;
     const index_t row_stride = is_dv ? grads.row[1] : grads.row[0];
     const index_t col_stride = is_dv ? grads.col[1] : grads.col[0];
-    grad_t* const out = (is_dv ? dv + block.kept.of[2] : dk + block.kept.of[1]) +
-                        (block.own_first + thread_t().first_row()) * row_stride;
+    grad_t* out = (is_dv ? dv + block.kept.of[2] : dk + block.kept.of[1]) +
+                  (block.own_first + thread_t().first_row()) * row_stride;
     const int num_rows = num_own();
     const int dim = static_cast<int>(is_dv ? params.head_dim_v : params.head_dim);
+    if constexpr (kSplitsLoop) out += split * grads.num_kept * params.seqlen_k * dim;
     const double scale = is_dv ? 1 : params.scale;
     for_each_sum(sums, [&](int row, int col, double sum, int) {
       if (row >= num_rows || col >= dim) return;

@@ -8,7 +8,7 @@
 //            The first warp of a pair computes S, the second dP; each then takes half
 //            of the keys. If l is 1 up to the rounding of lse and S, `factor` is 1 / l,
 //            so that P times it sums to 1; if not, lse covers keys of other calls, and
-//            `factor` is 1
+//            `factor` is 1. With LOOP_SPLITS backward_dq_finish.cu does that
 // Grid       1-D, one block per entry of q and tile of queries; last tiles of all
 //            entries first, since causal ones are longest
 // Tiles      backward.cuh; q and dO are owned, k and v are looped over
@@ -159,10 +159,7 @@ __device__ __forceinline__ void close_rows(const thread_t& me, const block_t& bl
     const bool counts =
         scores.is_query(row + n) && scores.sink() != -infinity<double>();
     const double sink = counts ? exp_diff_exact(scores.sink(), lse_i) : 0;
-    const double total = l_of[r] + sink;
-    const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
-    // False if both are infinite, for a row that sees no key.
-    own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
+    own_factor[r] = factor_of(l_of[r] + sink, lse_i);
     if (me.t() == 0 && row + n < params.seqlen_q) {
       factor[entry + n] = own_factor[r];
       if (kHasSinks && sink_terms != nullptr) {
@@ -176,19 +173,22 @@ __device__ __forceinline__ void close_rows(const thread_t& me, const block_t& bl
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_queries(
         BACKWARD_PARAMETERS, ROW_PARAMETERS,
-        accum_t* __restrict__ factor,      // as delta
+        accum_t* __restrict__ factor,      // as delta; or totals of each split
         accum_t* __restrict__ sink_terms,  // as delta, or null
-        grad_t* dq,                        // as q, summed over entries
+        LOOP_PARAMETERS grad_t* dq,        // as q, summed over entries
         int* __restrict__ found,           // 1: something is not finite
         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
+  [[maybe_unused]] __shared__ index_t split;  // of the loop
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const index_t from_last = divide(block_index(), grads.num_kept);
+  const index_t work = work_index(num_splits);
+  const index_t from_last = divide(work, grads.num_kept);
   if (from_last >= num_tiles) return;
   if (threadIdx.x == 0) {
-    block.kept = locate(grads.kept, block_index() - from_last * grads.num_kept);
+    block.kept = locate(grads.kept, work - from_last * grads.num_kept);
     block.own_first = (num_tiles - 1 - from_last) * kBlockM;
+    if constexpr (kSplitsLoop) split = split_index(num_splits);
   }
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
   const auto num_own = [&] {
@@ -204,13 +204,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t i0 = block.own_first;
     const range_t keys = scores.keys_of(i0, smaller(i0 + kBlockM, params.seqlen_q));
-    const index_t first = keys.first / kBlockN * kBlockN;
+    index_t first = keys.first / kBlockN * kBlockN, last = keys.last;
+    if constexpr (kSplitsLoop) take_split(first, last, split, num_splits);
     if (threadIdx.x == 0) {
       block.rows[0] = {at.at_kv(k, params.k) + first * params.k.row, params.k.row,
                        static_cast<int>(params.head_dim)};
       block.rows[1] = {at.at_kv(v, params.v) + first * params.v.row, params.v.row,
                        static_cast<int>(params.head_dim_v)};
-      block.num_rows = keys.last > first ? static_cast<int>(keys.last - first) : 0;
+      block.num_rows = last > first ? static_cast<int>(last - first) : 0;
       block.bounds = scores.mask_bounds(i0, first);
       block.first = first;
       if (kTerms) block.keep(scores);
@@ -257,9 +258,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const scores_t scores_end(at_end, SCORE_ARGUMENTS);
     const index_t row = block.own_first + me.first_row();
     const index_t entry = at_end.row_of_heads * params.seqlen_q + row;
-    double own_factor[2];
-    close_rows(me, block, scores_end, params, row, entry, l_of, own_factor, factor,
-               sink_terms);
+    double own_factor[2] = {1, 1};
+    if constexpr (kSplitsLoop) {
+      accum_t* const totals = factor + split * grads.num_kept * params.seqlen_q + entry;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int n = me.g() + 8 * r;
+        if (me.t() == 0 && row + n < params.seqlen_q) totals[n] = l_of[r];
+      }
+    } else {
+      close_rows(me, block, scores_end, params, row, entry, l_of, own_factor, factor,
+                 sink_terms);
+    }
     // A lane's rows of the sums are others.
     double factor_of[4];  // of rows 2 t + (0, 1), then + 8
 #pragma unroll
@@ -267,7 +277,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       factor_of[n] =
           __shfl_sync(kFullMask, own_factor[n / 2], 4 * (2 * me.t() + n % 2));
     }
-    grad_t* const out = dq + block.kept.of[1] + row * grads.row[0];
+    grad_t* out = dq + block.kept.of[1] + row * grads.row[0];
+    if constexpr (kSplitsLoop) {
+      out += split * grads.num_kept * params.seqlen_q * params.head_dim;
+    }
     const int num_rows = num_own();
     for_each_sum(sums, [&](int i, int col, double sum, int n) {
       if (i >= num_rows || col >= params.head_dim) return;

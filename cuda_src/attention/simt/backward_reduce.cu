@@ -18,6 +18,7 @@
 using accum_t = ACCUM_T;
 using grad_t = GRAD_T;
 constexpr int kAxes = AXES, kLanes = LANES, kNumThreads = NUM_THREADS;
+constexpr int kAtOnce = 4;  // loads in flight
 
 // SUM of _attention/gpu/gradient_layout.py is the same struct on the host.
 struct sum_t {
@@ -35,8 +36,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const bool exists = index < sum.num_sums;
   const auto at = locate(sum.sums, exists ? index : 0);
   double total = 0;
-  for (long long t = lane; t < sum.num_terms; t += kLanes) {
-    total += static_cast<double>(terms[at.of[0] + locate(sum.terms, t).of[0]]);
+#pragma unroll 1
+  for (long long first = lane; first < sum.num_terms; first += kAtOnce * kLanes) {
+    accum_t x[kAtOnce] = {};
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) {
+      const long long t = first + n * kLanes;
+      if (t < sum.num_terms) x[n] = terms[at.of[0] + locate(sum.terms, t).of[0]];
+    }
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) total += static_cast<double>(x[n]);
   }
   total = group_reduce<kLanes>(total, [](double a, double b) { return a + b; });
   if (exists && lane == 0) out[at.of[1]] = to<grad_t>(total);

@@ -1,5 +1,7 @@
 """The kernel spec of float64 gradients: tensor cores, and how it is launched."""
 
+import itertools
+import math
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
@@ -15,8 +17,19 @@ from cupyflash._cuda.kernel import LaunchConfig
 # Positions are sums of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
 
-# The most shared memory other than that of Tile.smem.
-_STATIC_SMEM = 3072
+# The most shared memory other than that of Tile.smem, and what the system reserves.
+_STATIC_SMEM, _RESERVED_SMEM = 3072, 1024
+
+# Blocks that leave multiprocessors idle share loops over so many rows or more, and each
+# gets at least so many of them.
+_LONG_LOOP, _LEAST_OF_LOOP = 512, 64
+
+# What a block does beside its loop, in tiles; and the time of a tile with few warps on
+# a multiprocessor, beside that with as many as its registers hold.
+_OF_START, _ALONE = 0.5, 0.5
+_MOST_THREADS = 256  # whose registers a multiprocessor holds
+
+_FINISH_THREADS, _WARP = 128, 32
 
 
 @dataclass(frozen=True)
@@ -41,12 +54,20 @@ class Tile:
         rows = 2 * (self.block_m + self.block_n) * dim
         return 8 * (rows + self.block_m * self.block_n)
 
+    def resident(self, dim: int, device: Device) -> int:
+        """Blocks that a multiprocessor of `device` holds."""
+        smem = self.smem(dim) + _STATIC_SMEM + _RESERVED_SMEM
+        of_smem = (device.smem_optin + _RESERVED_SMEM) // smem
+        return max(1, min(of_smem, _MOST_THREADS // self.num_threads))
+
 
 # The file of each kernel, below cuda_src/.
 _SOURCES = {
     "queries": "attention/fp64/backward_dq.cu",
     "keys": "attention/fp64/backward_dkdv.cu",
+    "finish": "attention/fp64/backward_dq_finish.cu",
 }
+_PARTS = ("queries", "keys")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,34 +114,88 @@ class TensorFloat64VjpKernel(BackwardSpec):
             tiles, heads, seqlen, lambda tile: device.num_sms
         )
 
+    def sharing(
+        self, part: str, forward: AttentionProblem, device: Device, entries: int
+    ) -> tuple[Tile | None, int]:
+        """The tile of a part whose blocks share loops, and how many share one, or 1.
+
+        Each of the `entries` has tiles of its own. Loops are shared where those fill at
+        most half of the device: with the tile and by as many blocks that take the least
+        time.
+        """
+        own, other = forward.seqlen_q, forward.seqlen_k
+        if part == "keys":
+            own, other = other, own
+        if other < _LONG_LOOP or not own * entries:
+            return None, 1
+        tiles = self.fitting(forward, device)
+        largest = attention_config.largest_full(tiles, own)
+        dim, best = self.dim(forward), (math.inf, largest, 1)
+        for tile in tiles[tiles.index(largest) :]:
+            blocks = entries * -(-own // tile.block_m)
+            resident = tile.resident(dim, device)
+            room = device.num_sms * resident
+            if tile is largest and 2 * blocks > room:
+                return None, 1
+            splits = max(1, min(room // blocks, other // _LEAST_OF_LOOP))
+            waves = -(-blocks * splits // room)
+            at_once = min(resident, -(-blocks * splits // device.num_sms))
+            busy = at_once * tile.num_threads / _MOST_THREADS
+            loop = -(-other // tile.block_n)
+            time = waves * (-(-loop // splits) + _OF_START)
+            time *= _ALONE + (1 - _ALONE) * busy
+            if time < best[0]:
+                best = time, tile, splits
+        _, tile, splits = best
+        return tile, splits
+
+    def blocks_of_finish(self, forward: AttentionProblem) -> int:
+        """Blocks of an entry of the kernel that adds sums of splits."""
+        warps = forward.seqlen_q * -(-forward.head_dim // _WARP)
+        return -(-warps * _WARP // _FINISH_THREADS)
+
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
         """Chunks of columns of a gradient: a block computes all of them."""
         return 1
 
-    def config(self, part, tile, forward, batch_dims, grad, num_blocks) -> LaunchConfig:
+    def config(
+        self, part, tile, forward, batch_dims, grad, num_blocks, splits=1
+    ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes."""
-        dim = self.dim(forward)
+        threads, smem, switches = _FINISH_THREADS, 0, {}
+        if part == "finish":
+            # Without a sink, no option matters to it.
+            seen = ("query_lengths", "sinks") if forward.sinks else ()
+            forward = attention_config.without_options(forward, *seen)
+        else:
+            dim = self.dim(forward)
+            threads, smem = tile.num_threads, tile.smem(dim)
+            switches = {
+                "DIM": dim,
+                "BLOCK_N": tile.block_n,
+                "MIN_BLOCKS": tile.min_blocks,
+                **({"LOOP_SPLITS": 1} if splits > 1 else {}),
+                **attention_config.two_level_sum(forward, part),
+            }
         return attention_config.launch_config(
             forward,
             batch_dims,
             num_blocks,
-            tile.num_threads,
+            threads,
             _SOURCES[part],
             f"attention_vjp_{self.name}_{part}",
-            smem=tile.smem(dim),
+            smem=smem,
             GRAD_T=CUDA_TYPES[grad],
-            DIM=dim,
-            BLOCK_N=tile.block_n,
-            MIN_BLOCKS=tile.min_blocks,
-            **attention_config.two_level_sum(forward, part),
+            **switches,
         )
 
     def configs(self, forward, batch_dims, device, everything):
         """See BackwardSpec; dbias belongs to the portable row."""
         yield rows_config(forward, batch_dims)
-        for tile in self.fitting(forward, device)[: None if everything else 1]:
-            for part in _SOURCES:
-                yield self.config(part, tile, forward, batch_dims, "float64", 1)
+        yield self.config("finish", None, forward, batch_dims, "float64", 1)
+        tiles = self.fitting(forward, device)[: None if everything else 1]
+        for tile, part, splits in itertools.product(tiles, _PARTS, (1, 2)):
+            yield self.config(part, tile, forward, batch_dims, "float64", 1, splits)
 
 
 TILED_F64_VJP = TensorFloat64VjpKernel(

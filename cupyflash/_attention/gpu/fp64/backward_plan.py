@@ -1,7 +1,9 @@
 """The launches of the float64 gradients on tensor cores."""
 
+import math
+
 from cupyflash._attention.gpu import gradient_layout
-from cupyflash._attention.gpu.gradient_plan import Kernels, sinks
+from cupyflash._attention.gpu.gradient_plan import Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._attention.gpu.simt.fallback import fallbacks, recomputed_lse
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
@@ -37,11 +39,54 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
 
     inputs = ("q", "k", "v", "dout", "lse", "delta")
     of_rows = "dsinks_terms" if add_sinks else 0
-    add(make.queries(), (*inputs, "factor", of_rows), "found")
+    queries, *splits = _own(make, "queries", ("dq",))
+    if splits:
+        terms = queries.terms["dq_terms"]
+        queries = queries._replace(
+            into=("dq_splits",), sums=(), terms={"dq_splits": terms}
+        )
+        scratch["totals"] = rows_bytes * splits[0]
+        add(queries, (*inputs, "totals", 0, *splits), "found")
+        sums = ("dq_splits", "totals", "lse", "delta")
+        add(_finish(make), (*sums, "factor", of_rows, *splits), "found")
+    else:
+        add(queries, (*inputs, "factor", of_rows), "found")
     if forward.seqlen_k:
-        add(make.keys(), (*inputs, "factor"), "found")
+        keys, *splits = _own(make, "keys", ("dk", "dv"))
+        add(keys, (*inputs, "factor", *splits), "found")
         for again in fallbacks(forward, layout, device):
             add(again, inputs, "found")
     if bias is not None:
         add(bias, ("q", "k", "v", "dout", lse, "delta"))
     return Steps([*launches, *add_sinks], scratch, cleared=4)
+
+
+def _own(make: Kernels, part, names) -> tuple[Part, *tuple[int, ...]]:
+    """The kernel for `names`, and splits of its loops if there are any."""
+    row, forward, layout, device = make.row, make.forward, make.layout, make.device
+    targets = {name: layout.targets[name] for name in names}
+    if part == "queries":
+        # Each entry has a factor of its own, which is known after the last split.
+        entries = gradient_layout.keep_entries(layout.shape, targets)
+        seqlen, whole = forward.seqlen_q, make.queries
+    else:
+        seqlen, other, whole = forward.seqlen_k, forward.seqlen_q, make.keys
+        heads = math.prod(forward.batch) * forward.num_kv_heads
+        tile = row.tile(forward, device, heads, seqlen)
+        entries = gradient_layout.choose_entries(
+            layout.shape, targets, -(-seqlen // tile.block_m),
+            -(-other // tile.block_n), device.num_sms,
+        )  # fmt: skip
+    tile, splits = row.sharing(part, forward, device, entries.num_kept)
+    if splits == 1:
+        return (whole(),)
+    blocks = -(-seqlen // tile.block_m)
+    return make.part_of(part, tile, blocks, entries, names, splits=splits), splits
+
+
+def _finish(make: Kernels) -> Part:
+    """The kernel that adds dq and totals of the splits of a loop."""
+    targets = {"dq": make.layout.targets["dq"]}
+    entries = gradient_layout.keep_entries(make.layout.shape, targets)
+    blocks = make.row.blocks_of_finish(make.forward)
+    return make.part_of("finish", None, blocks, entries, ("dq",))

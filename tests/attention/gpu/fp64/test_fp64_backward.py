@@ -236,3 +236,150 @@ def test_the_same_bits_in_every_run(cupy, rng, head_dim):
     for a, b, c in zip(whole[:3], again[:3], many[:3], strict=True):
         np.testing.assert_array_equal(to_host(a), to_host(b))
         np.testing.assert_array_equal(to_host(a), to_host(c)[:2])
+
+
+# --- loops that blocks share ---------------------------------------------------------
+
+
+# Blocks share the loop over keys, that over queries, and both; 64 splits.
+LONG_LOOPS = ((5, 1000), (1000, 3), (515, 700), (64, 2049), (1, 4096))
+
+
+@pytest.mark.parametrize("part", ["queries", "keys"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_blocks_share_loops_only_where_multiprocessors_are_idle(part, head_dim, arch):
+    device = _device.device_of_arch(arch)
+
+    def sharing(rows, loop, entries):
+        names = ("seqlen_q", "seqlen_k")[:: 1 if part == "queries" else -1]
+        asked = problem(head_dim, **dict(zip(names, (rows, loop), strict=True)))
+        return ROW.sharing(part, asked.forward, device, entries)
+
+    assert sharing(1, 511, 1)[1] == 1
+    assert sharing(1, 512, 1)[1] == 8
+    for rows in (1, 16, 17, 40, 100, 1000, 4096):
+        for entries in (1, 3, 30, 300):
+            tile, splits = sharing(rows, 1 << 20, entries)
+            if splits == 1:
+                continue
+            blocks = entries * -(-rows // tile.block_m)
+            room = device.num_sms * tile.resident(head_dim, device)
+            assert room // 2 < blocks * splits <= room
+            assert tile.block_m < 2 * rows or tile.block_m == 16
+    tile = ROW.fitting(problem(head_dim).forward, device)[0]
+    room = device.num_sms * tile.resident(head_dim, device)
+    for entries in (room, room // 2 + 1):
+        assert sharing(tile.block_m, 1 << 20, entries)[1] == 1
+    assert sharing(tile.block_m, 1 << 20, room // 2)[1] == room // (room // 2)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 64, 65, 100, 1000, 4096, 4200])
+@pytest.mark.parametrize("entries", [1, 2, 7, 33, 66])
+def test_terms_of_shared_loops_stay_small(head_dim, rows, entries):
+    """As documented for dq, dk and dv together: up to 26 MiB on an H100."""
+    forward = problem(head_dim, seqlen_q=rows, seqlen_k=1 << 20).forward
+    _, splits = ROW.sharing("queries", forward, HOPPER, entries)
+    of_one = entries * rows * splits * head_dim * 8 if splits > 1 else 0
+    assert 3 * of_one <= 26 << 20
+
+
+def launches(cupy, q, k, v, dout):
+    """What explain says of a call."""
+    q, k, v = (cupy.asarray(x) for x in (q, k, v))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    return str(
+        cupyflash.explain("attention_vjp", cupy.asarray(dout), q, k, v, out, lse)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", LONG_LOOPS)
+def test_which_loops_are_shared(cupy, rng, seqlens):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+    told = launches(cupy, *arrays)
+    assert ("fp64/backward_dq_finish.cu" in told) == (seqlens[1] >= 512)
+    assert ("backward_reduce.cu" in told) == (seqlens[0] >= 512)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("seqlens", LONG_LOOPS)
+@pytest.mark.parametrize("dims", [(64, 64), (100, 128)])
+def test_blocks_share_long_loops(cupy, rng, name, seqlens, dims):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, *dims))
+    agree(cupy, *arrays, **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(20, 700), (700, 20)])
+def test_all_options_of_shared_loops(cupy, rng, seqlens):
+    queries, keys = seqlens
+    options = {
+        "bias": rng.normal(size=(4, queries, keys)),
+        "mask": rng.random((queries, keys)) < 0.8,
+        "sinks": rng.normal(size=4),
+        "alibi_slopes": rng.random(4) * 0.1,
+        "query_lengths": np.array([queries - 3]),
+        "key_lengths": np.array([keys - 7]),
+        "softcap": 4.0,
+        "window": (600, 600),
+    }
+    q, k = (1, 4, queries, 64), (1, 2, keys, 64)
+    arrays = inputs(rng, "float64", q=q, k=k)
+    agree(cupy, *arrays, **options)
+    for name in ("sinks", "query_lengths", "key_lengths", "mask", "bias"):
+        agree(cupy, *arrays, **{name: options[name]})
+    agree(cupy, *arrays, dlse=rng.normal(size=(1, 4, queries)), causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "batch_k"), [((3,), (1,)), ((1,), (3,)), ((2,), ())])
+@pytest.mark.parametrize("seqlens", [(6, 600), (600, 6)])
+def test_shared_loops_of_shared_arrays(cupy, rng, batch, batch_k, seqlens):
+    """Sums over entries stand beside sums over splits."""
+    shapes = {"q": (*batch, 4, seqlens[0], 64), "k": (*batch_k, 1, seqlens[1], 64)}
+    agree(cupy, *inputs(rng, "float64", **shapes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("seqlens", [(600, 9), (9, 600)])
+def test_shared_loops_and_values_that_are_not_finite(cupy, rng, bad, seqlens):
+    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, 64))
+    options = {"key_lengths": seqlens[1] - 3}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    k[:, -2:], v[:, -1:] = bad, bad  # which nobody sees
+    hidden = gradients(cupy, q, k, v, dout, **options)
+    for a, b in zip(clean[:3], hidden[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a), to_host(b))
+    k[0, 3, 5] = bad
+    agree(cupy, q, k, v, dout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", LONG_LOOPS)
+def test_shared_loops_have_the_same_bits_again(cupy, rng, seqlens):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+    first = gradients(cupy, *arrays)
+    again = gradients(cupy, *arrays)
+    for a, b in zip(first[:3], again[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a), to_host(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(40, 1500), (1500, 40)])
+def test_weights_of_shared_loops_sum_to_1(cupy, rng, seqlens):
+    """Whatever lse was rounded to, unless it knows of more keys."""
+    q, k, v, dout = (
+        place(cupy, x) for x in inputs(rng, "float64", **shapes(*seqlens, 64))
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    exact = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    near = cupyflash.attention_vjp(dout, q, k, v, out, lse * (1 + 4e-16))
+    half = cupyflash.attention_vjp(dout, q, k, v, out, lse + np.log(2))
+    for a, b, c in zip(exact[:3], near[:3], half[:3], strict=True):
+        largest = np.abs(to_host(a)).max()
+        assert max_error(b, to_host(a)) <= 1e-14 * largest
+        assert max_error(c, to_host(a) / 2) <= 1e-13 * largest

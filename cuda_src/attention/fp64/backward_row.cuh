@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: MIT
+// The factor of the weights of a query, for the float64 gradients on tensor cores.
+#pragma once
+
+#include "attention/simt/gradients.cuh"
+
+// 1 / total if that is 1 up to roundings of lse; if not, lse covers keys of other
+// calls.
+__device__ __forceinline__ double factor_of(double total, double lse) {
+  const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse));
+  // False if both are infinite, for a row that sees no key.
+  return abs_of(log_of(total)) < roundings ? 1 / total : 1;
+}

@@ -47,7 +47,7 @@ constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over
 constexpr int kHalf = kDim / 2;        // columns per copy
 constexpr int kPartChunks = kChunks / 2;
 constexpr int kAhead = 1;  // fragments are loaded this many products ahead; 2 spill
-static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
+static_assert(kDim % 32 == 0 && kBlockN % 16 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
 constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;

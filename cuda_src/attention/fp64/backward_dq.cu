@@ -25,6 +25,7 @@ struct block_t : walk_t {
 };
 
 constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
+static_assert(kBlockN % 32 == 0);
 
 // The bounds on the keys of a tile for the rows of this warp.
 __device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int tile) {

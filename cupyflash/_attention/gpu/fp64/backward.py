@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu.fp64.forward import WARP_ROWS, unsupported_reason
@@ -61,6 +62,10 @@ class Tile:
         return max(1, min(of_smem, _MOST_THREADS // self.num_threads))
 
 
+# Where a block's loop has fewer rows than a tile, the tile has as many of these as hold
+# them all. Nothing then hides its copies but other blocks: it owns few rows.
+_SHORT_LOOPS, _MOST_OWNED = {"queries": (32,), "keys": (16, 32)}, 32
+
 # The file of each kernel, below cuda_src/.
 _SOURCES = {
     "queries": "attention/fp64/backward_dq.cu",
@@ -68,6 +73,11 @@ _SOURCES = {
     "finish": "attention/fp64/backward_dq_finish.cu",
 }
 _PARTS = ("queries", "keys")
+
+
+def _short(tiles: Iterable[Tile], rows: int) -> list[Tile]:
+    """Those for loops of up to `rows` rows."""
+    return [replace(t, block_n=rows) for t in tiles if t.block_m <= _MOST_OWNED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +100,15 @@ class TensorFloat64VjpKernel(BackwardSpec):
             "keys": (forward.seqlen_k, _MOST_COUNTED),
         }
 
-    def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
-        """The tiles that fit on `device`.
+    def sides(self, part: str, forward: AttentionProblem) -> tuple[int, int]:
+        """Rows that the blocks of a part own, and rows that each loops over."""
+        sides = forward.seqlen_q, forward.seqlen_k
+        return sides if part == "queries" else sides[::-1]
+
+    def fitting(
+        self, forward: AttentionProblem, device: Device, part: str = ""
+    ) -> tuple[Tile, ...]:
+        """The tiles that fit on `device`; those of a part suit the length of its loop.
 
         All loop over the same number of rows at a time, and so compute the same sums.
         """
@@ -103,15 +120,21 @@ class TensorFloat64VjpKernel(BackwardSpec):
             and device.arch not in tile.spills_on
             and not (forward.softcap and tile.spills_with_softcap)
         ]
-        return tuple(tile for tile in fitting if tile.block_n == fitting[0].block_n)
+        fitting = [tile for tile in fitting if tile.block_n == fitting[0].block_n]
+        if part and fitting:
+            _, other = self.sides(part, forward)
+            rows = next((n for n in _SHORT_LOOPS[part] if other <= n), math.inf)
+            if rows < fitting[0].block_n:
+                fitting = _short(fitting, rows)
+        return tuple(fitting)
 
     def tile(
-        self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
+        self, part: str, forward: AttentionProblem, device: Device, entries: int
     ) -> Tile:
-        """The largest tile whose blocks fill the device; `seqlen` rows of each head."""
-        tiles = self.fitting(forward, device)
+        """The largest tile of a part whose blocks fill the device."""
+        own, _ = self.sides(part, forward)
         return attention_config.largest_tile(
-            tiles, heads, seqlen, lambda tile: device.num_sms
+            self.fitting(forward, device, part), entries, own, lambda _: device.num_sms
         )
 
     def sharing(
@@ -123,9 +146,7 @@ class TensorFloat64VjpKernel(BackwardSpec):
         most half of the device: with the tile and by as many blocks that take the least
         time.
         """
-        own, other = forward.seqlen_q, forward.seqlen_k
-        if part == "keys":
-            own, other = other, own
+        own, other = self.sides(part, forward)
         if other < _LONG_LOOP or not own * entries:
             return None, 1
         tiles = self.fitting(forward, device)
@@ -196,6 +217,12 @@ class TensorFloat64VjpKernel(BackwardSpec):
         tiles = self.fitting(forward, device)[: None if everything else 1]
         for tile, part, splits in itertools.product(tiles, _PARTS, (1, 2)):
             yield self.config(part, tile, forward, batch_dims, "float64", 1, splits)
+        for part, lengths in _SHORT_LOOPS.items():
+            for rows in lengths:
+                if rows >= tiles[0].block_n:
+                    continue
+                for tile in _short(self.fitting(forward, device), rows)[: len(tiles)]:
+                    yield self.config(part, tile, forward, batch_dims, "float64", 1)
 
 
 TILED_F64_VJP = TensorFloat64VjpKernel(

@@ -65,23 +65,22 @@ def _own(make: Kernels, part, names) -> tuple[Part, *tuple[int, ...]]:
     """The kernel for `names`, and splits of its loops if there are any."""
     row, forward, layout, device = make.row, make.forward, make.layout, make.device
     targets = {name: layout.targets[name] for name in names}
+    own, other = row.sides(part, forward)
+    heads = forward.num_heads if part == "queries" else forward.num_kv_heads
+    tile = row.tile(part, forward, device, math.prod(forward.batch) * heads)
+    blocks, walk = -(-own // tile.block_m), -(-other // tile.block_n)
     if part == "queries":
         # Each entry has a factor of its own, which is known after the last split.
         entries = gradient_layout.keep_entries(layout.shape, targets)
-        seqlen, whole = forward.seqlen_q, make.queries
     else:
-        seqlen, other, whole = forward.seqlen_k, forward.seqlen_q, make.keys
-        heads = math.prod(forward.batch) * forward.num_kv_heads
-        tile = row.tile(forward, device, heads, seqlen)
         entries = gradient_layout.choose_entries(
-            layout.shape, targets, -(-seqlen // tile.block_m),
-            -(-other // tile.block_n), device.num_sms,
-        )  # fmt: skip
-    tile, splits = row.sharing(part, forward, device, entries.num_kept)
+            layout.shape, targets, blocks, walk, device.num_sms
+        )
+    shared, splits = row.sharing(part, forward, device, entries.num_kept)
     if splits == 1:
-        return (whole(),)
-    blocks = -(-seqlen // tile.block_m)
-    return make.part_of(part, tile, blocks, entries, names, splits=splits), splits
+        return (make.part(part, tile, blocks, walk, names),)
+    blocks = -(-own // shared.block_m)
+    return make.part_of(part, shared, blocks, entries, names, splits=splits), splits
 
 
 def _finish(make: Kernels) -> Part:

@@ -90,7 +90,8 @@ def test_tiles(head_dim, seqlen, heads, arch):
     device = _device.device_of_arch(arch)
     forward = problem(head_dim).forward
     assert ROW.dim(forward) >= head_dim
-    tile = ROW.tile(forward, device, heads, seqlen)
+    forward = dataclasses.replace(forward, seqlen_q=seqlen)
+    tile = ROW.tile("queries", forward, device, heads)
     assert tile.num_threads == 4 * tile.block_m
     assert len({tile.block_n for tile in ROW.fitting(forward, device)}) == 1
 
@@ -101,6 +102,23 @@ def test_where_a_tile_spills_it_is_shorter_and_the_block_is_not():
         assert (tiles[0].block_m, tiles[0].block_n) == (64, block_n)
     tiles = ROW.fitting(problem(64, softcap=3.0).forward, HOPPER)
     assert (tiles[0].block_m, tiles[0].block_n) == (64, 32)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_of_short_loops(head_dim, arch):
+    """A tile has no more rows than it needs, whatever the number of heads."""
+    device = _device.device_of_arch(arch)
+    most = ROW.fitting(problem(head_dim).forward, device)[0].block_n
+    for part, rows in (("queries", "seqlen_k"), ("keys", "seqlen_q")):
+        for seqlen in (0, 1, 16, 17, 32, 33, 64, 65):
+            forward = problem(head_dim, **{rows: seqlen}).forward
+            tiles = ROW.fitting(forward, device, part)
+            (block_n,) = {tile.block_n for tile in tiles}
+            least = 16 if part == "keys" and seqlen <= 16 else 32
+            assert block_n == (least if seqlen <= 32 else most)
+            for heads in (1, 10, 1000):
+                assert ROW.tile(part, forward, device, heads) in tiles
 
 
 # --- results -------------------------------------------------------------------------
@@ -125,6 +143,15 @@ def test_sizes(cupy, rng, seqlens, dims):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(cupy, rng, head_dim, name):
     arrays = inputs(rng, "float64", **shapes(150, 170, head_dim, heads=(4, 2)))
+    agree(cupy, *arrays, **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("seqlens", [(16, 90), (17, 40), (90, 32), (70, 2), (9, 33)])
+@pytest.mark.parametrize("dims", [(64, 64), (100, 128)])
+def test_options_of_short_loops(cupy, rng, name, seqlens, dims):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, *dims, heads=(4, 2)))
     agree(cupy, *arrays, **OPTIONS[name])
 
 
@@ -224,13 +251,30 @@ def test_lse_of_other_roundings(cupy, rng):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("seqlens", [(11, 40), (30, 50), (50, 12)])
+def test_short_loops_and_values_that_are_not_finite(cupy, rng, bad, seqlens):
+    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, 64))
+    options = {"query_lengths": seqlens[0] - 2, "key_lengths": seqlens[1] - 3}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    q[:, -1:], dout[:, -2:], k[:, -2:], v[:, -1:] = bad, bad, bad, bad  # all hidden
+    hidden = gradients(cupy, q, k, v, dout, **options)
+    for a, b in zip(clean[:3], hidden[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a), to_host(b))
+    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, 64))
+    q[0, 3, 5] = bad
+    agree(cupy, q, k, v, dout)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_bits_in_every_run(cupy, rng, head_dim):
+@pytest.mark.parametrize("seqlens", [(150, 333), (16, 333), (25, 333), (150, 20)])
+def test_the_same_bits_in_every_run(cupy, rng, head_dim, seqlens):
     """Whatever the tiles: neither the heads beside it nor block_m change a gradient.
 
     Unless loops are long enough to be shared.
     """
-    q, k, v, dout = inputs(rng, "float64", **shapes(150, 333, head_dim))
+    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, head_dim))
     whole = gradients(cupy, q, k, v, dout, causal=True)
     again = gradients(cupy, q, k, v, dout, causal=True)
     many = gradients(

@@ -30,6 +30,13 @@ _LONG_LOOP, _LEAST_OF_LOOP = 512, 64
 _OF_START, _ALONE = 0.5, 0.5
 _MOST_THREADS = 256  # whose registers a multiprocessor holds
 
+# The time of a tile of a long loop by the rows that a block owns, beside that with 32:
+# with one block on a multiprocessor, with two and so on. More take as long as in turns.
+_OF_TILE = {64: (1.45,), 32: (1.0,), 16: (0.87, 1.06)}
+# Elements of splits that are written, or read and added, in the time of a tile; and
+# what an element of the result takes, in those of splits.
+_ADDED, _OF_SUM = 1 << 18, 3
+
 _FINISH_THREADS, _WARP = 128, 32
 
 
@@ -60,6 +67,12 @@ class Tile:
         smem = self.smem(dim) + _STATIC_SMEM + _RESERVED_SMEM
         of_smem = (device.smem_optin + _RESERVED_SMEM) // smem
         return max(1, min(of_smem, _MOST_THREADS // self.num_threads))
+
+    def time(self, num_blocks: int, dim: int, device: Device) -> float:
+        """That of a tile of the loops of all blocks, as measured on an H200."""
+        times = _OF_TILE[self.block_m][: self.resident(dim, device)]
+        waves, rest = divmod(-(-num_blocks // device.num_sms), len(times))
+        return waves * times[-1] + (times[rest - 1] if rest else 0)
 
 
 # Where a block's loop has fewer rows than a tile, the tile has as many of these as hold
@@ -131,11 +144,22 @@ class TensorFloat64VjpKernel(BackwardSpec):
     def tile(
         self, part: str, forward: AttentionProblem, device: Device, entries: int
     ) -> Tile:
-        """The largest tile of a part whose blocks fill the device."""
-        own, _ = self.sides(part, forward)
-        return attention_config.largest_tile(
-            self.fitting(forward, device, part), entries, own, lambda _: device.num_sms
-        )
+        """The tile of a part: of long loops that whose waves of blocks take least time.
+
+        Of other loops it is the largest tile whose blocks fill the device.
+        """
+        own, other = self.sides(part, forward)
+        tiles = self.fitting(forward, device, part)
+        if other < _LONG_LOOP:
+            return attention_config.largest_tile(
+                tiles, entries, own, lambda _: device.num_sms
+            )
+        largest, dim = attention_config.largest_full(tiles, own), self.dim(forward)
+
+        def time(tile):
+            return tile.time(entries * -(-own // tile.block_m), dim, device)
+
+        return min(tiles[tiles.index(largest) :], key=time)
 
     def sharing(
         self, part: str, forward: AttentionProblem, device: Device, entries: int
@@ -144,7 +168,8 @@ class TensorFloat64VjpKernel(BackwardSpec):
 
         Each of the `entries` has tiles of its own. Loops are shared where those fill at
         most half of the device: with the tile and by as many blocks that take the least
-        time.
+        time, and where blocks with loops of their own take longer than that and the
+        sums of splits.
         """
         own, other = self.sides(part, forward)
         if other < _LONG_LOOP or not own * entries:
@@ -168,6 +193,14 @@ class TensorFloat64VjpKernel(BackwardSpec):
             if time < best[0]:
                 best = time, tile, splits
         _, tile, splits = best
+        alone = self.tile(part, forward, device, entries)
+        blocks, of_alone = (entries * -(-own // t.block_m) for t in (tile, alone))
+        time = tile.time(blocks * splits, dim, device) * (
+            -(-loop // splits) + _OF_START
+        )
+        time += entries * own * dim * (splits + _OF_SUM) / _ADDED
+        if alone.time(of_alone, dim, device) * (loop + _OF_START) <= time:
+            return None, 1
         return tile, splits
 
     def blocks_of_finish(self, forward: AttentionProblem) -> int:

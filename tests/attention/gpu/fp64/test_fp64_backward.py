@@ -321,6 +321,31 @@ def test_blocks_share_loops_only_where_multiprocessors_are_idle(part, head_dim, 
     assert sharing(tile.block_m, 1 << 20, room // 2)[1] == room // (room // 2)
 
 
+@pytest.mark.parametrize("part", ["queries", "keys"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_tile_of_long_loops_takes_the_fewest_and_shortest_waves(part, head_dim):
+    """On 132 multiprocessors; as timed: docs/design/lab/0015-float64-gradients.md."""
+
+    def chosen(heads, rows, loop):
+        names = ("seqlen_q", "seqlen_k")[:: 1 if part == "queries" else -1]
+        asked = problem(head_dim, **dict(zip(names, (rows, loop), strict=True)))
+        tile, splits = ROW.sharing(part, asked.forward, HOPPER, heads)
+        if splits == 1:
+            tile = ROW.tile(part, asked.forward, HOPPER, heads)
+        return tile.block_m, splits
+
+    # Two waves of 32 rows take longer than one of 64.
+    assert chosen(2, 4096, 4096) == (64, 1)
+    assert chosen(8, 1024, 1024) == (64, 1)
+    # Sums of splits take longer than one wave of 32 rows where the loop is shorter.
+    assert chosen(1, 4096, 4096) == (64, 2)
+    assert chosen(4, 1024, 1024) == (32, 1)
+    # Many waves.
+    assert chosen(64, 4096, 4096) == chosen(128, 1024, 1024) == (64, 1)
+    # Short loops: blocks hide copies of each other.
+    assert chosen(8, 1024, 256) == (32, 1)
+
+
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 @pytest.mark.parametrize("rows", [1, 16, 17, 40, 64, 65, 100, 1000, 4096, 4200])
 @pytest.mark.parametrize("entries", [1, 2, 7, 33, 66])

@@ -136,8 +136,9 @@ class TensorFloat64VjpKernel(BackwardSpec):
         fitting = [tile for tile in fitting if tile.block_n == fitting[0].block_n]
         if part and fitting:
             _, other = self.sides(part, forward)
-            rows = next((n for n in _SHORT_LOOPS[part] if other <= n), math.inf)
-            if rows < fitting[0].block_n:
+            usual = fitting[0].block_n
+            rows = next((n for n in _SHORT_LOOPS[part] if other <= n), usual)
+            if rows < usual:
                 fitting = _short(fitting, rows)
         return tuple(fitting)
 

@@ -286,8 +286,15 @@ def split_scale(problem):
 
 
 def blas_reads(x):
-    """Whether BLAS takes the matrices `x` as they lie in memory."""
-    return x.strides[-1] == x.itemsize and x.strides[-2] >= x.itemsize * x.shape[-1]
+    """Whether BLAS takes the matrices `x` as they lie in memory.
+
+    The stride of an axis of length 1 may be anything, and NumPy asks for it before it
+    calls BLAS: matrices with one have the strides of contiguous ones, or are copied.
+    """
+    row = x.itemsize * x.shape[-1]
+    if 1 in x.shape[-2:]:
+        return x.strides[-2:] == (row, x.itemsize)
+    return x.strides[-1] == x.itemsize and x.strides[-2] >= row
 
 
 def offset_of(problem, operands):

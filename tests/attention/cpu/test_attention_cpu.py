@@ -99,6 +99,32 @@ def test_a_call_like_one_before_has_the_same_bits(rng, dtype, shape, option):
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "dim", "dim_v"),
+    [(6, 1, 28, 40, 1), (2, 40, 28, 1, 1), (40, 1, 40, 1, 40), (3, 5, 1, 7, 7)],
+)
+def test_a_stride_of_an_axis_of_length_1_changes_no_bits(
+    rng, dtype, batch, queries, keys, dim, dim_v
+):
+    """The first call sees views with other such strides than later ones."""
+    shapes = [(batch, queries, dim), (batch, keys, dim), (batch, keys, dim_v)]
+    shapes.append((batch, queries, dim_v))
+    for step in (2, -1):
+        q, k, v, dout = (
+            rng.normal(size=(n, abs(step) * rows, d)).astype(dtype)[:, ::step]
+            for n, rows, d in shapes
+        )
+        outs = [cupyflash.attention(q, k, v, return_lse=True) for _ in range(3)]
+        for out, lse in outs:
+            np.testing.assert_array_equal(out, outs[0][0])
+            np.testing.assert_array_equal(lse, outs[0][1])
+        grads = [cupyflash.attention_vjp(dout, q, k, v, *outs[0]) for _ in range(3)]
+        for found in grads:
+            for one, first in zip(found[:3], grads[0][:3], strict=True):
+                np.testing.assert_array_equal(one, first)
+
+
 @pytest.mark.skipif(threads.num_cores() < 2, reason="one core")
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("causal", [False, True])

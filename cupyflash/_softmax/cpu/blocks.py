@@ -207,32 +207,28 @@ class Block:
         return self.keys(piece, dtype)
 
     def to_read(self, name: str, piece: Box, dtype: Any) -> Any:
-        """`matrix` that may lie in the operand itself, and must not be changed.
-
-        There its dtype may be float32 in place of float64: NumPy converts on its way.
-        """
-        dtypes = (dtype, np.float32) if dtype == np.float64 else (dtype,)
-        ready = self._lies_ready(name, piece, *dtypes)
+        """`matrix` that may lie in the operand itself, and must not be changed."""
+        ready = self._lies_ready(name, piece, dtype)
         return self.matrix(name, piece, dtype) if ready is None else ready
 
     def target(self, piece: Box, dtype: Any) -> Any:
         """The result as (rows, columns) to write to, or None where `write` must."""
         return self._lies_ready("out", piece, dtype)
 
-    def new_target(self, piece: Box, *dtypes: Any) -> Any:
+    def new_target(self, piece: Box, dtype: Any) -> Any:
         """`target` that shares no memory with an operand, laid out as a `buffer`."""
         if not self._rows.out_is_new:
             return None
-        matrix = self._lies_ready("out", piece, *dtypes)
+        matrix = self.target(piece, dtype)
         if matrix is None:
             return None
         in_order = matrix.T if self._rows.side_by_side else matrix
         return matrix if in_order.flags.c_contiguous else None
 
-    def _lies_ready(self, name, piece, *dtypes):
+    def _lies_ready(self, name, piece, dtype):
         """An operand as a matrix in our order of memory without a copy, or None."""
         part = self._part(name, piece)
-        if "where" in self._rows.views or part.dtype not in dtypes:
+        if "where" in self._rows.views or part.dtype != dtype:
             return None
         try:
             matrix = part.reshape(self.num_rows, -1, copy=False)
@@ -297,12 +293,15 @@ class SmallBlock:
         return np.empty(shape, dtype, self._order)
 
     def to_read(self, name: str, piece: None, dtype: Any) -> Any:
-        """As those of `Block`."""
+        """As those of `Block`; float32 for float64, which NumPy converts on its way.
+
+        In large blocks a copy takes less time than that.
+        """
         x = self._x if name == "x" else self._dy
         is_ready = x.dtype == dtype or (x.dtype == np.float32 and dtype == np.float64)
         return x if is_ready else x.astype(dtype)
 
-    def new_target(self, piece: None, *dtypes: Any) -> None:
+    def new_target(self, piece: None, dtype: Any) -> None:
         """The result is what `write` is given."""
 
     def keys(self, piece: None, dtype: Any) -> Any:

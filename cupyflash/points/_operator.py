@@ -20,11 +20,11 @@ class _Products:
         self.kernel, self.bandwidth, self.diagonal = kernel, bandwidth, diagonal
 
     @property
-    def _xp(self):
+    def _namespace(self):
         return _arrays.import_cupy() if _arrays.is_cupy(self.x) else np
 
     def _product(self, x, y, v):
-        v = self._xp.asarray(v)
+        v = self._namespace.asarray(v)
         if v.dtype.kind == "c":
             return self._product(x, y, v.real) + 1j * self._product(x, y, v.imag)
         v = v.astype(x.dtype)
@@ -87,7 +87,7 @@ class _Products:
                 "KernelOperator(x, x), with diagonal above 0, got diagonal "
                 f"{self.diagonal}"
             )
-        xp, count = self._xp, len(self.x)
+        xp, count = self._namespace, len(self.x)
         rank = min(points_problem.count("rank", rank, 1), count)
         chosen = np.sort(np.random.default_rng(rng).permutation(count)[:rank])
         landmarks = self.x[xp.asarray(chosen)]

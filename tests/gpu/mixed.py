@@ -158,6 +158,9 @@ _BUILDERS = {
     "log_softmax": _softmax("log_softmax", lambda seed: (30 + seed % 7, 1000)),
     "logsumexp": _softmax("logsumexp", lambda seed: (30 + seed % 7, 1000)),
     "logsumexp of columns": _softmax("logsumexp", (6, 64, 40), axis=1),
+    "logsumexp of one element": _softmax(
+        "logsumexp", lambda seed: (1, 2000 + seed), axis=0
+    ),
     "logsumexp of many columns": _softmax(
         "logsumexp", (8, 1000, 512), "float64", axis=1
     ),

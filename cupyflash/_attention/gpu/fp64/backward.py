@@ -147,11 +147,14 @@ class TensorFloat64VjpKernel(BackwardSpec):
     ) -> Tile:
         """The tile of a part: of long loops that whose waves of blocks take least time.
 
-        Of other loops it is the largest tile whose blocks fill the device.
+        Of other loops it is the largest tile whose blocks fill the device, and so it is
+        under bounds, where a few loops are long: the longest of large tiles would take
+        all the time.
         """
         own, other = self.sides(part, forward)
         tiles = self.fitting(forward, device, part)
-        if other < _LONG_LOOP:
+        bounded = forward.left is not None or forward.right is not None
+        if other < _LONG_LOOP or bounded:
             return attention_config.largest_tile(
                 tiles, entries, own, lambda _: device.num_sms
             )

@@ -11,9 +11,8 @@
 // both by dS, for half of the tile each (queries). So no warp holds sums of two
 // gradients, which need too many registers, and each scheduler always has two warps.
 //
-// Where few blocks have long loops, LOOP_SPLITS lets several blocks share one: each has
-// some of the tiles and writes sums of its own, (splits, entries, rows, columns), which
-// other kernels add up.
+// Where few blocks have long loops, several share one (loop_splits.cuh). Sums of splits
+// are (splits, entries, rows, columns).
 //
 // Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once per entry
 //         other     2 x kBlockN x kDim   the rows looped over; the first half of the
@@ -22,10 +21,11 @@
 //         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
-#include "attention/simt/long_sums.cuh"
 #include "attention/fp64/backward_row.cuh"
 #include "attention/fp64/tile.cuh"
 #include "attention/simt/gradients.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/simt/loop_splits.cuh"
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"
@@ -207,23 +207,6 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>
     }
     add_product(sum[c % 2][h], a[fragment % 2], w[step][h]);
   }
-}
-
-#ifdef LOOP_SPLITS
-constexpr bool kSplitsLoop = true;
-#define LOOP_PARAMETERS const index_t num_splits,
-#else
-constexpr bool kSplitsLoop = false;
-#define LOOP_PARAMETERS
-constexpr index_t num_splits = 1;
-#endif
-
-// Which work tile a block has, and which split of its loop.
-__device__ __forceinline__ index_t work_index(index_t splits) {
-  return kSplitsLoop ? divide(block_index(), splits) : block_index();
-}
-__device__ __forceinline__ index_t split_index(index_t splits) {
-  return kSplitsLoop ? block_index() - work_index(splits) * splits : 0;
 }
 
 // Leaves the tiles of a block's split of a loop; `first` is a multiple of kBlockN.

@@ -14,9 +14,8 @@
 // stats   (entries, granules of queries, 3, kGranule)  float: lse in log2, delta, and
 //         the factor of the weights of the row
 //
-// Where few blocks have long loops, LOOP_SPLITS lets several blocks share one: each has
-// some of the granules and writes sums of its own, (splits, entries, rows, columns),
-// which other kernels add up.
+// Where few blocks have long loops, several share one (loop_splits.cuh). Sums of splits
+// are (splits, entries, rows, columns).
 //
 // Pairs of granules with numbers that parts cannot represent set found->nonfinite, and
 // the portable kernels compute all gradients again in plain float32. So do pairs of a
@@ -25,6 +24,7 @@
 
 #include "attention/sm80/fp32_split.cuh"
 #include "attention/simt/long_sums.cuh"
+#include "attention/simt/loop_splits.cuh"
 #include "attention/sm80/backward.cuh"
 #include "ptx/registers.cuh"
 
@@ -98,23 +98,6 @@ struct work_tile_t {
     exists = exists && tile < num_tiles;
   }
 };
-
-#ifdef LOOP_SPLITS
-constexpr bool kSplitsLoop = true;
-#define LOOP_PARAMETERS const index_t num_splits,
-#else
-constexpr bool kSplitsLoop = false;
-#define LOOP_PARAMETERS
-constexpr index_t num_splits = 1;
-#endif
-
-// Which work tile a block has, and which split of its loop.
-__device__ __forceinline__ index_t work_index(index_t splits) {
-  return kSplitsLoop ? divide(block_index(), splits) : block_index();
-}
-__device__ __forceinline__ index_t split_index(index_t splits) {
-  return kSplitsLoop ? block_index() - work_index(splits) * splits : 0;
-}
 
 // Leaves the granules of a block's split of a loop.
 __device__ __forceinline__ void take_split(int& first, int& last, index_t split,

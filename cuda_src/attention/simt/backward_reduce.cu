@@ -2,8 +2,8 @@
 // attention_vjp_sum: sums the terms of a gradient that several blocks computed.
 //
 // Algorithm  out = sum of terms over some axes
-// Grid       kLanes threads per sum: 1, 8, 32 or a whole block, the more terms a sum has
-//            and the fewer sums there are
+// Grid       kLanes threads per sum: 1, 8, 32 or a whole block, more where a sum has
+//            more terms and sums are fewer
 // Memory     global: each term once
 // Numbers    sums in float64, in a fixed order: the same bits in every run
 // Limits     none

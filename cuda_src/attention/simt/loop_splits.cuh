@@ -3,7 +3,7 @@
 // of the rows looped over and writes sums of its own, which other kernels add up.
 #pragma once
 
-#include "common/strides.cuh"
+#include "attention/score/params.cuh"
 
 #ifdef LOOP_SPLITS
 constexpr bool kSplitsLoop = true;

@@ -406,8 +406,8 @@ __device__ __forceinline__ void weigh(sums_t<kKeyTiles>& s, float (&m)[2],
 // --- stores --------------------------------------------------------------------------
 
 // Where rows of a result go.
-struct target_t {
-  elem_t* x;
+template <typename T> struct target_t {
+  T* x;
   index_t row, col;  // strides
   int num_rows, dim;
 
@@ -418,12 +418,12 @@ struct target_t {
 };
 
 // Stores 16 rows of sums, each times its factor.
-template <int kTiles>
-__device__ __forceinline__ void store_rows(const target_t& to_rows,
+template <int kTiles, typename T>
+__device__ __forceinline__ void store_rows(const target_t<T>& to_rows,
                                            const float (&sums)[kTiles][4],
                                            const float (&factor)[2]) {
   const int lane = lane_index();
-  constexpr int kElems = 8 / sizeof(elem_t);  // per 8 bytes
+  constexpr int kElems = 8 / sizeof(T);  // per 8 bytes
   const bool as_vectors =
       to_rows.col == 1 && (reinterpret_cast<unsigned long long>(to_rows.x) % 8 |
                            to_rows.row % kElems | to_rows.dim % kElems) == 0;
@@ -431,13 +431,13 @@ __device__ __forceinline__ void store_rows(const target_t& to_rows,
   for (int r = 0; r < 2; ++r) {
     const int row = lane / 4 + 8 * r;
     const bool exists = row < to_rows.num_rows;
-    elem_t* const x = to_rows.x + row * to_rows.row;
+    T* const x = to_rows.x + row * to_rows.row;
     if (!as_vectors) {
 #pragma unroll
       for (int e = 0; e < 2 * kTiles; ++e) {
         const int column = e / 2 * 8 + lane % 4 * 2 + e % 2;
         if (exists && column < to_rows.dim) {
-          x[column * to_rows.col] = to<elem_t>(sums[e / 2][2 * r + e % 2] * factor[r]);
+          x[column * to_rows.col] = to<T>(sums[e / 2][2 * r + e % 2] * factor[r]);
         }
       }
       continue;
@@ -451,13 +451,13 @@ __device__ __forceinline__ void store_rows(const target_t& to_rows,
         const float low = sums[n + i][2 * r] * factor[r];
         const float high = sums[n + i][2 * r + 1] * factor[r];
         column[i] = 8 * (n + i) + lane % 4 * 2;
-        if constexpr (kSplits) {
+        if constexpr (sizeof(T) == 4) {
           words[i] = make_uint2(__float_as_uint(low), __float_as_uint(high));
         } else {
           words[i].x = pair16_t::from(low, high);
         }
       }
-      if constexpr (kSplits) {
+      if constexpr (sizeof(T) == 4) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (exists && column[i] < to_rows.dim) {

@@ -11,7 +11,8 @@
 //                dv = P^T dO,  dk = scale dS^T q
 // Grid       1-D, one block of kWarps warps per head of k and v; it loops over tiles of
 //            kBlockM queries of the heads of a group and sums dk and dv. With two
-//            stages, the next tile is loaded meanwhile
+//            stages, the next tile is loaded meanwhile. With LOOP_SPLITS several blocks
+//            share the loop, and write terms of dk and dv
 // Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once per head
 //            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, kStages of them
 //            P, dS  kBlockM x kBlockN               shared, as elem_t; in float32 where
@@ -28,6 +29,7 @@
 //            and kHeadDimV, padded with zeros; sm_80 or newer. Infinities and NaN that
 //            a query does not see still turn into NaN, as does a dS too large for
 //            elem_t: *nonfinite then asks for another kernel, which reads delta
+#include "attention/simt/loop_splits.cuh"
 #include "attention/sm80/short.cuh"
 
 #if !defined(BLOCK_M) || !defined(GROUPED)
@@ -40,6 +42,12 @@ constexpr int kBlockM = BLOCK_M;
 constexpr bool kGrouped = GROUPED;  // several tiles of queries share k and v
 constexpr int kStages = STAGES;     // tiles of queries on chip
 static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
+static_assert(kGrouped || !kSplitsLoop);
+#ifdef LOOP_SPLITS
+using grad_kv_t = float;  // terms: (splits, heads of k and v, keys, head_dim)
+#else
+using grad_kv_t = elem_t;
+#endif
 
 // SHORT_GRADS of _attention/gpu/sm80/short_backward.py is the same struct on the host.
 struct short_grads_t {
@@ -306,9 +314,9 @@ template <int kCols> struct kept_t {
 template <int kCols>
 __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
                                              const matrix_t<kCols>& rows,
-                                             const target_t& target, float unit,
-                                             kept_t<kCols>& kept, bool is_first,
-                                             bool is_last) {
+                                             const target_t<grad_kv_t>& target,
+                                             float unit, kept_t<kCols>& kept,
+                                             bool is_first, bool is_last) {
   constexpr int kColumns = columns_of_job<kCols>(), kTiles = kColumns / 8;
   bool found = false;
   // With as many warps as tiles of keys, a warp has all columns of a tile.
@@ -342,8 +350,9 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
     if (kGrouped && !is_last) continue;
     found |= any_nonfinite(sums);
     const float factor = kGrouped ? 1.f : unit;
-    const target_t of_keys = {target.x + key * target.row, target.row, target.col,
-                              min(target.num_rows - key, kRows), target.dim};
+    const target_t<grad_kv_t> of_keys = {target.x + key * target.row, target.row,
+                                         target.col, min(target.num_rows - key, kRows),
+                                         target.dim};
     store_rows(of_keys.from(col), sums, {factor, factor});
   }
   return found;
@@ -352,15 +361,15 @@ __device__ __forceinline__ bool add_weighted(const matrix_p& weights, int warp,
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_short(
         QKV_PARAMETERS,
-        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-        const elem_t* __restrict__ out,   // as dout
-        const float* __restrict__ lse,    // (batch, heads, queries)
-        const float* __restrict__ dlse,   // as lse, or null
-        float* __restrict__ delta,        // as lse, contiguous
-        elem_t* __restrict__ dq,          // as q
-        elem_t* __restrict__ dk,          // as k
-        elem_t* __restrict__ dv,          // as v
-        int* __restrict__ nonfinite,      // set to 1 if a gradient is not finite
+        const elem_t* __restrict__ dout,          // (batch, heads, queries, head_dim_v)
+        const elem_t* __restrict__ out,           // as dout
+        const float* __restrict__ lse,            // (batch, heads, queries)
+        const float* __restrict__ dlse,           // as lse, or null
+        float* __restrict__ delta,                // as lse, contiguous
+        LOOP_PARAMETERS elem_t* __restrict__ dq,  // as q
+        grad_kv_t* __restrict__ dk,               // as k, or terms
+        grad_kv_t* __restrict__ dv,               // as v, or terms
+        int* __restrict__ nonfinite,  // set to 1 if a gradient is not finite
         SCORE_PARAMETERS, const __grid_constant__ short_grads_t grads) {
   extern __shared__ __align__(128) unsigned char bytes[];
   const smem_t smem(bytes);
@@ -370,13 +379,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int dim = static_cast<int>(params.head_dim);
   const int dim_v = static_cast<int>(params.head_dim_v);
   const float scale = static_cast<float>(params.scale);
-  tile_coord_t at(params, block_index() * group);
+  tile_coord_t at(params, work_index(num_splits) * group);
   if (!at.exists) return;
   const int thread = threadIdx.x, first = warp_index() * kRows;
 
-  // Tiles of queries over the heads of a group.
+  // Tiles of queries over the heads of a group: of these a block has `begin` to `end`.
   const int tiles = kGrouped ? (seqlen_q + kBlockM - 1) / kBlockM : 1;  // of a head
-  const int units = group * tiles;
+  int begin = 0, end = group * tiles, i0 = 0;
+  if constexpr (kSplitsLoop) {
+    const index_t split = split_index(num_splits), units = end;
+    begin = static_cast<int>(divide(units * split, num_splits));
+    end = static_cast<int>(divide(units * (split + 1), num_splits));
+    const int head = begin / tiles;
+    i0 = (begin - head * tiles) * kBlockM;
+    at.head += head, at.row_of_heads += head;
+  }
   const auto load_q = [&](const tile_coord_t& of, int i0, int stage) {
     smem.q(stage).load<kBlockM, kNumThreads>(of.at(q, params.q) + i0 * params.q.row,
                                              params.q.row, min(seqlen_q - i0, kBlockM),
@@ -392,24 +409,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   // What the first product reads is loaded first.
   smem.k.load<kBlockN, kNumThreads>(at.at_kv(k, params.k), params.k.row, seqlen_k, dim,
                                     thread);
-  load_q(at, 0, 0);
+  load_q(at, i0, 0);
   smem.v.load<kBlockN, kNumThreads>(at.at_kv(v, params.v), params.v.row, seqlen_k,
                                     dim_v, thread);
-  load_dout(at, 0, 0);
+  load_dout(at, i0, 0);
   kept_t<kHeadDim> kept_k;
   kept_t<kHeadDimV> kept_v;
   kept_k.shared = smem.kept + thread;
   kept_v.shared = kept_k.shared + kKept<kHeadDim> * kNumThreads;
   bool found = false;
-  for (int unit = 0, i0 = 0; unit < units; ++unit) {
+  for (int unit = begin; unit < end; ++unit) {
     const int num_queries = min(seqlen_q - i0, kBlockM);
-    if (kStages == 1 && unit > 0) {
+    if (kStages == 1 && unit > begin) {
       sync_warps();  // all warps have read the tile before
       load_q(at, i0, 0);
       load_dout(at, i0, 0);
     }
-    const matrix_q smem_q = smem.q(unit % kStages);
-    const matrix_v smem_dout = smem.dout(unit % kStages);
+    const int stage = (unit - begin) % kStages;
+    const matrix_q smem_q = smem.q(stage);
+    const matrix_v smem_dout = smem.dout(stage);
     const bool has_queries = first < kBlockM;
     sums_t<kKeyTiles> s, dp;
     ptx::wait_copy_groups<1>();
@@ -417,12 +435,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (has_queries) multiply_rows(s, smem_q, first, smem.k);
     ptx::wait_copies();
     sync_warps();  // v and dO have arrived, and all warps have read the tile before
-    if (kStages > 1 && unit + 1 < units) {
+    if (kStages > 1 && unit + 1 < end) {
       tile_coord_t next = at;
       if (i0 + kBlockM >= seqlen_q) ++next.head;
       const int next_i0 = next.head == at.head ? i0 + kBlockM : 0;
-      load_q(next, next_i0, (unit + 1) % kStages);
-      load_dout(next, next_i0, (unit + 1) % kStages);
+      load_q(next, next_i0, (stage + 1) % kStages);
+      load_dout(next, next_i0, (stage + 1) % kStages);
     }
     if (has_queries) {
       if constexpr (kNarrow) {
@@ -450,9 +468,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       store_weights(smem.ds, first, dp, 1);
       if constexpr (!kReuses) store_weights(smem.p, first, s, kFactorP);
-      const target_t target = {at.at(dq, grads.dq) + (i0 + first) * grads.dq.row,
-                               grads.dq.row, grads.dq.col,
-                               min(num_queries - first, kRows), dim};
+      const target_t<elem_t> target = {
+          at.at(dq, grads.dq) + (i0 + first) * grads.dq.row, grads.dq.row, grads.dq.col,
+          min(num_queries - first, kRows), dim};
 #pragma unroll 1
       for (int col = 0; col < kHeadDim; col += kChunk<kHeadDim>) {
         sums_t<kChunk<kHeadDim> / 8> sums_q = {};
@@ -473,14 +491,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if constexpr (kReuses) {
       if (has_queries) store_weights(smem.p, first, s, kFactorP);
     }
-    const bool is_first = unit == 0, is_last = unit == units - 1;
-    const target_t of_k = {at.at_kv(dk, grads.dk), grads.dk.row, grads.dk.col, seqlen_k,
-                           dim};
+    const bool is_first = unit == begin, is_last = unit == end - 1;
+    const auto target_of = [&](grad_kv_t* x, const operand_t& of, int columns) {
+      using keys_t = target_t<grad_kv_t>;
+      if constexpr (kSplitsLoop) {
+        const index_t heads_kv = divide(params.batch_size * params.num_heads, group);
+        const index_t head =
+            split_index(num_splits) * heads_kv + work_index(num_splits);
+        return keys_t{x + head * seqlen_k * columns, columns, 1, seqlen_k, columns};
+      } else {
+        return keys_t{at.at_kv(x, of), of.row, of.col, seqlen_k, columns};
+      }
+    };
+    const auto of_k = target_of(dk, grads.dk, dim);
     found |= add_weighted(smem.ds, warp_index(), smem_q, of_k, scale / factor, kept_k,
                           is_first, is_last);
     if constexpr (kReuses) sync_warps();  // P is complete
-    const target_t of_v = {at.at_kv(dv, grads.dv), grads.dv.row, grads.dv.col, seqlen_k,
-                           dim_v};
+    const auto of_v = target_of(dv, grads.dv, dim_v);
     // Warps that had fewer columns of dk begin.
     constexpr int kMore = kJobs<kHeadDim> % kWarps;
     const int warp = warp_index() - kMore + (warp_index() < kMore ? kWarps : 0);

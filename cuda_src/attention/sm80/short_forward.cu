@@ -125,8 +125,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         lse[at.row_of_heads * seqlen_q + i0 + row] = finished.lse;
       }
     }
-    const target_t target = {at.at(out, params.out) + i0 * params.out.row,
-                             params.out.row, params.out.col, num_rows, dim_v};
+    const target_t<elem_t> target = {at.at(out, params.out) + i0 * params.out.row,
+                                     params.out.row, params.out.col, num_rows, dim_v};
 #pragma unroll 1
     for (int col = 0; col < kHeadDimV; col += kOutColumns) {
       sums_t<kOutTiles> o = {};

@@ -175,13 +175,18 @@ def _short():
             yield replace(made_up(dtype, head_dim), **{**few, "num_heads": 2048}), 1
     tf32 = {"precision": "tf32", "num_heads": 512, "num_kv_heads": 512}
     yield replace(made_up("float32"), seqlen_q=40, seqlen_k=40, **tf32), 1
-    # Few keys of many queries.
-    few = {"num_heads": 512, "num_kv_heads": 512, "seqlen_k": 32}
-    for dtype, head_dim in itertools.product(("bfloat16", "float32"), (64, 128, 256)):
-        yield replace(made_up(dtype, head_dim), **few), 1
-    for dtype in ("bfloat16", "float32"):
-        yield replace(made_up(dtype), **{**few, "seqlen_k": 1}), 1
-        yield replace(made_up(dtype), **few, **_ALL_OPTIONS), 2
+    # Few keys of many queries, which blocks share if heads are few.
+    for heads in (4096, 32):
+        few = {"num_heads": heads, "num_kv_heads": heads}
+        many = {**few, "seqlen_q": 4096, "seqlen_k": 32 if heads > 32 else 16}
+        for dtype, head_dim in itertools.product(
+            ("bfloat16", "float32"), (64, 128, 256)
+        ):
+            yield replace(made_up(dtype, head_dim), **many), 1
+        for dtype in ("bfloat16", "float32"):
+            yield replace(made_up(dtype), **{**many, "seqlen_k": 1}), 1
+            yield replace(made_up(dtype), **many, **_ALL_OPTIONS), 2
+        yield replace(made_up("float32"), **{**many, "seqlen_k": 64}), 1
 
 
 def _tiny():

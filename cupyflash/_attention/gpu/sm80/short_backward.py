@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention.gpu.config import LONG_SUM, is_plain
+from cupyflash._attention.gpu.config import LONG_SUM, MOST_COUNTED, if_on, is_plain
 from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
 from cupyflash._attention.gpu.sm80 import short_forward
@@ -22,13 +22,19 @@ from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 from cupyflash._cuda.structs import Struct
 
 # Shared memory that each block has for the system.
 _SYSTEM_BYTES = 1 << 10
 # kMostNumbers of the kernel.
 _MOST_NUMBERS = 72
+# Tiles of queries that blocks may share, and the fewest of a block.
+_LONG_LOOP, _LEAST_OF_LOOP = 8, 2
+# What a block does beside its loop, and the sums of terms, in tiles of queries.
+_OF_START, _OF_SUMS = 1, 4
+# Waves of blocks that share loops.
+_MOST_WAVES = 4
 
 SHORT_GRADS = Struct(
     "short_grads_t",
@@ -43,11 +49,13 @@ class MmaShortVjpKernel(BackwardSpec):
 
     `registers` belong to most_registers(), by the largest of head dimensions, queries
     and keys; `few_keys` maps the size of an element to how many keys pay off for more
-    queries than a block holds at a time.
+    queries than a block holds at a time. Where heads do not fill the device, blocks
+    share those queries, up to so many keys by the queries: `keys_of_few_heads`.
     """
 
     registers: dict[int, dict[float, int]]
     few_keys: dict[int, int]
+    keys_of_few_heads: dict[int, dict[float, int]]
     most_keys: int = 112  # more spill
     # Keys in tiles that spill in float32, and the devices from which on.
     spilling_keys: int = 104
@@ -62,14 +70,9 @@ class MmaShortVjpKernel(BackwardSpec):
         most_keys = self.most_keys
         if forward.seqlen_q > short_forward.MOST_QUERIES:
             most_keys = self.few_keys.get(ITEMSIZE[forward.dtype], 0)
-        reason = (
-            short_forward.unsupported_reason(
-                forward, device, LONG_SUM, most_keys, self.widest
-            )
-            or self._refuse_long_sums(forward)
-            or short_forward.refuse_few_blocks(num_kv_heads(forward), device)
-            or refuse_gradients(problem, "dbias", "dsinks", "dscore")
-        )
+        reason = short_forward.unsupported_reason(
+            forward, device, MOST_COUNTED, most_keys, self.widest
+        ) or refuse_gradients(problem, "dbias", "dsinks", "dscore")
         if reason is not None:
             return reason
         if not is_plain(forward) and (
@@ -89,13 +92,17 @@ class MmaShortVjpKernel(BackwardSpec):
                 f"{forward.head_dim} columns need more shared memory than the "
                 f"{device.smem_optin} bytes that a block may have"
             )
-        return None
-
-    def _refuse_long_sums(self, forward):
-        """Why dk and dv are sums of too many rows for one level, or None."""
-        queries = forward.group_size * forward.seqlen_q
-        if forward.seqlen_q > short_forward.MOST_QUERIES and queries > LONG_SUM:
-            return f"sums up to {LONG_SUM} queries of a head of k, not {queries}"
+        splits = self.num_splits(forward, device)
+        queries = -(-self._num_tiles(forward) // splits) * self.block_m(forward)
+        if self.sums_tiles(forward) and queries > LONG_SUM:
+            return f"sums up to {LONG_SUM} queries of a block, not {queries}"
+        heads = num_kv_heads(forward)
+        if heads >= device.num_sms or splits == 1:
+            return short_forward.refuse_few_blocks(heads, device)
+        ladder = self.keys_of_few_heads[ITEMSIZE[forward.dtype]]
+        most_keys = by_threshold(ladder, forward.seqlen_q)
+        if forward.seqlen_k > most_keys:
+            return f"takes up to {most_keys} keys of {heads} heads of k"
         return None
 
     def warps(self, forward: AttentionProblem) -> int:
@@ -109,6 +116,27 @@ class MmaShortVjpKernel(BackwardSpec):
     def sums_tiles(self, forward: AttentionProblem) -> bool:
         """Whether dk and dv are sums over several tiles of queries."""
         return forward.group_size > 1 or forward.seqlen_q > short_forward.MOST_QUERIES
+
+    def num_splits(self, forward: AttentionProblem, device: Device) -> int:
+        """Blocks that share the queries of a head of k and v.
+
+        They end soonest so: each wave takes as long as its tiles of queries.
+        """
+        tiles, heads = self._num_tiles(forward), num_kv_heads(forward)
+        if tiles < _LONG_LOOP or not heads:
+            return 1
+        places = device.num_sms * self._resident(forward, device)
+        most = min(_MOST_WAVES * places // heads, tiles // _LEAST_OF_LOOP)
+
+        def time(splits: int) -> int:
+            waves, of_sums = -(-heads * splits // places), _OF_SUMS * (splits > 1)
+            return waves * (-(-tiles // splits) + _OF_START) + of_sums
+
+        return min(range(1, max(1, most) + 1), key=time)
+
+    def _num_tiles(self, forward):
+        """Tiles of queries of a head of k and v."""
+        return forward.group_size * -(-forward.seqlen_q // self.block_m(forward))
 
     def _kept(self, forward, dim):
         """kKept of the kernel: dk or dv as accumulators, four a thread."""
@@ -154,37 +182,51 @@ class MmaShortVjpKernel(BackwardSpec):
         """Tiles of queries on chip: two, the next one too, if that costs no block."""
         if not self._keeps_in_registers(forward):
             return 1
+        one, two = (self._blocks(forward, device, stages) for stages in (1, 2))
+        return 2 if two >= max(1, one) else 1
+
+    def _blocks(self, forward, device, stages):
+        """Blocks that a multiprocessor holds."""
         registers = self._registers(forward, device)
-        of_registers = most_blocks(self.warps(forward), registers)
+        size = self.head_bytes(forward, stages) + _SYSTEM_BYTES
+        return min(
+            most_blocks(self.warps(forward), registers),
+            (device.smem_optin + _SYSTEM_BYTES) // size,
+        )
 
-        def blocks(stages):
-            size = self.head_bytes(forward, stages) + _SYSTEM_BYTES
-            return min(of_registers, (device.smem_optin + _SYSTEM_BYTES) // size)
-
-        return 2 if blocks(2) >= max(1, blocks(1)) else 1
+    def _resident(self, forward, device):
+        return max(1, self._blocks(forward, device, self.stages(forward, device)))
 
     def config(
-        self, forward: AttentionProblem, batch_dims: int, device: Device
+        self,
+        forward: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+        splits: int = 1,
     ) -> LaunchConfig:
-        """The launch of the kernel that computes all gradients."""
+        """The launch of the kernel that computes all gradients, or terms of dk and dv.
+
+        `splits` blocks share the queries of a head of k and v.
+        """
         stages = self.stages(forward, device)
         return short_forward.config(
             "attention/sm80/short_backward.cu",
             "attention_vjp_mma_short",
             forward,
             batch_dims,
-            num_kv_heads(forward),
+            num_kv_heads(forward) * splits,
             self.warps(forward),
             self.head_bytes(forward, stages),
             self._registers(forward, device),
             BLOCK_M=self.block_m(forward),
             GROUPED=int(self.sums_tiles(forward)),
-            **({"STAGES": stages} if stages > 1 else {}),
+            **if_on(STAGES=stages > 1 and stages, LOOP_SPLITS=splits > 1),
             GRAD_T=CUDA_TYPES[forward.dtype],
         )
 
     def configs(self, forward, batch_dims, device, everything):
-        return (self.config(forward, batch_dims, device),)
+        splits = self.num_splits(forward, device)
+        return (self.config(forward, batch_dims, device, splits),)
 
 
 MMA_SHORT_VJP = MmaShortVjpKernel(
@@ -195,4 +237,7 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
     },
     # Tuned on an H100: docs/design/lab/results/few_keys_h100.json.
     few_keys={2: 32, 4: 64},
+    # Tuned on an H200: docs/design/lab/results/few_keys_of_few_heads_h200.json. With
+    # more keys in 16 bits `hopper` is faster, unless its loops are long.
+    keys_of_few_heads={2: {8192: 16, math.inf: 32}, 4: {math.inf: 64}},
 )

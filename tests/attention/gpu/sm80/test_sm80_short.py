@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import small_entries
+import vjp_laws
 from accuracy import to_host
 from placing import FORMS, place
 from small_entries import DTYPES, SINGLE, device, gradient
@@ -124,7 +125,7 @@ def test_blocks_have_parts_of_the_queries(queries, blocks):
     (config,) = MMA_SHORT.configs(asked, 1, device())
     assert config.num_blocks == 512 * blocks
     (gradients,) = MMA_SHORT_VJP.configs(asked, 1, device(), False)
-    assert gradients.num_blocks == 512
+    assert gradients.num_blocks == 512 * MMA_SHORT_VJP.num_splits(asked, device())
     assert dict(gradients.variant.defines)["BLOCK_M"] == "64"
 
 
@@ -186,12 +187,57 @@ def test_no_number_of_keys_pays():
 
 
 def test_dk_of_long_sums_is_left_to_the_next_row():
-    asked = gradient(problem("float16", 64, 1 << 16, 17))
+    """Blocks have whole heads where there are so many."""
+    heads = {"num_heads": 4096, "num_kv_heads": 4096}
+    asked = gradient(problem("float16", 64, 1 << 16, 17, **heads))
     reason = MMA_SHORT_VJP.unsupported_reason(asked, device())
-    assert "1 to 32768 queries, not 65536" in reason
-    group = problem("float16", 64, 1 << 14, 17, num_heads=2048)
+    assert "up to 32768 queries of a block, not 65536" in reason
+    group = problem("float16", 64, 1 << 14, 17, num_heads=1 << 14, num_kv_heads=4096)
     reason = MMA_SHORT_VJP.unsupported_reason(gradient(group), device())
-    assert "up to 32768 queries of a head of k, not 65536" in reason
+    assert "up to 32768 queries of a block, not 65536" in reason
+
+
+def test_sums_of_blocks_that_share_queries_are_as_short():
+    asked = problem("float16", 64, 1 << 18, 17, num_heads=32, num_kv_heads=32)
+    assert MMA_SHORT_VJP.unsupported_reason(gradient(asked), device()) is None
+    assert MMA_SHORT_VJP.num_splits(asked, device()) >= 8
+
+
+@pytest.mark.parametrize(
+    ("entries", "queries", "group", "splits"),
+    [
+        (32, 4096, 1, 11),  # 352 blocks run at once, of 396
+        (132, 4096, 1, 3),
+        (1, 512, 1, 4),  # two tiles for each block
+        (1, 448, 1, 1),  # seven tiles are a short loop
+        (200, 512, 1, 1),
+        (100, 20, 16, 4),  # the tiles of heads of a group are one loop
+        (1024, 4096, 1, 1),  # blocks enough
+    ],
+)
+def test_blocks_of_gradients_share_many_queries(entries, queries, group, splits):
+    asked = problem("float16", 64, queries, 32, num_heads=entries * group)
+    asked = dataclasses.replace(asked, num_kv_heads=entries)
+    assert MMA_SHORT_VJP.num_splits(asked, device()) == splits
+    (config,) = MMA_SHORT_VJP.configs(asked, 1, device(), False)
+    assert config.num_blocks == entries * splits
+    assert ("LOOP_SPLITS" in dict(config.variant.defines)) == (splits > 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys"),
+    [("float16", 4096, 16), ("float16", 16384, 32), ("float32", 4096, 64)],
+)
+def test_as_few_keys_of_few_heads_as_pay(dtype, queries, keys):
+    few = {"num_heads": 16, "num_kv_heads": 16}
+    asked = problem(dtype, 64, queries, keys, **few)
+    assert MMA_SHORT_VJP.unsupported_reason(gradient(asked), device()) is None
+    more = dataclasses.replace(asked, seqlen_k=keys + 1)
+    reason = MMA_SHORT_VJP.unsupported_reason(gradient(more), device())
+    assert f"to {keys} keys" in reason
+    short = dataclasses.replace(asked, seqlen_q=448)
+    reason = MMA_SHORT_VJP.unsupported_reason(gradient(short), device())
+    assert reason == "needs work for 132 blocks, and has it for 16"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -311,6 +357,75 @@ def test_few_keys_of_few_entries(cupy, rng, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_keys_of_a_group(cupy, rng, dtype):
     check_both(cupy, rng, dtype, (70, 15, 32, 32), heads=(4, 2))
+
+
+def check_shared(cupy, rng, dtype, size, heads=(2, 2), **options):
+    """Gradients where several blocks have a part of the queries of a head of k."""
+    queries, keys, *dims = size
+    vjp_laws.check(
+        "mma_short", cupy, rng, dtype, dims=dims, heads=heads,
+        batch=(-(-num_sms(cupy) // 6), 1), seqlens=(queries, keys), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 2)])
+@pytest.mark.parametrize("size", [(1031, 1, 64, 64), (777, 15, 32, 17)])
+def test_blocks_that_share_queries(cupy, rng, dtype, heads, size):
+    check_shared(cupy, rng, dtype, size, heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(777, 47, 64, 64), (520, 64, 33, 128)])
+def test_blocks_that_share_queries_of_more_keys(cupy, rng, size):
+    check_shared(cupy, rng, "float32", size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options_of_blocks_that_share_queries(cupy, rng, dtype, name):
+    check_shared(cupy, rng, dtype, (900, 13, 32, 32), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strides_of_blocks_that_share_queries(cupy, rng, dtype, form):
+    batch = -(-num_sms(cupy) // 6)
+    shapes = (batch, 2, 900, 24), (batch, 2, 15, 24)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
+    agree(cupy, *inputs(rng, dtype, *shapes), forms=forms, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_of_keys_of_blocks_that_share_queries(cupy, rng, dtype):
+    batch = -(-num_sms(cupy) // 6)
+    small_entries.check_parts_of_the_keys(
+        cupy, rng, dtype, (batch, 2, 900, 64), (batch, 2, 16, 64), cut=7
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_that_no_query_of_these_blocks_sees(cupy, rng, dtype):
+    """NaN of a hidden key reaches no gradient, whatever block has the queries."""
+    batch = -(-num_sms(cupy) // 6)
+    q, k, v, dout = inputs(rng, dtype, (batch, 2, 900, 32), (batch, 2, 9, 32))
+    mask = np.ones((900, 9), bool)
+    mask[:, 4] = False
+    k[0, 1, 4], v[0, 0, 4] = np.nan, np.inf
+    agree(cupy, q, k, v, dout, mask=mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_share_queries_give_the_same_bits(cupy, rng, dtype):
+    batch = -(-num_sms(cupy) // 6)
+    shapes = (batch, 2, 900, 64), (batch, 2, 16, 64)
+    small_entries.check_entries_alone(cupy, rng, dtype, *shapes)
 
 
 @pytest.mark.gpu

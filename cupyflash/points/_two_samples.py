@@ -88,11 +88,16 @@ def energy_distance(
     """
     xp, z, num_x = _joined(x, y)
     num_y = len(z) - num_x
+    # Distances grow with the points: of points below 1 no square overflows or is lost.
+    # The exponent is even, since that of the result is half of it.
+    _, exponent = xp.frexp(abs(z).max() if z.size else xp.zeros((), z.dtype))
+    exponent += exponent % 2
+    z = xp.ldexp(z, -exponent)
 
     def statistic(inside):
         b = xp.where(inside, 1 / num_x, -1 / num_y).astype(z.dtype)
         square = (b * kernel_sum(z, z, b, kernel="energy")).sum(axis=0)
-        return xp.sqrt(xp.maximum(square, 0.0))
+        return xp.ldexp(xp.sqrt(xp.maximum(square, 0.0)), exponent // 2)
 
     return _tested(xp, statistic, num_x, len(z), permutations, rng, progress)
 

@@ -40,6 +40,27 @@ def test_mmd(kernel):
     assert points.mmd(x, y, kernel=kernel, bandwidth=2.0) == pytest.approx(exact)
 
 
+def test_energy_distance_of_points_without_coordinates():
+    assert points.energy_distance(np.ones((5, 0)), np.ones((4, 0))) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("share", [0.98, 0.5, -0.5, -0.98])
+def test_energy_distance_of_points_of_any_size(rng, dtype, share):
+    """Those of float64 reach 1e302, and 1e-302: squares would overflow, or be 0."""
+    x, y = (rng.normal(size=(n, 3)).astype(dtype) for n in (50, 40))
+    power = 2 * int(share * np.finfo(dtype).maxexp / 2)
+    scaled = points.energy_distance(np.ldexp(x, power), np.ldexp(y, power))
+    assert scaled.dtype == dtype
+    exact = float(points.energy_distance(x, y))
+    assert np.ldexp(scaled, -power // 2) == pytest.approx(exact, rel=1e-12)
+    tested = points.energy_distance(
+        np.ldexp(x, power), np.ldexp(y, power), permutations=9, rng=1
+    )
+    assert tested.statistic == scaled
+    assert tested.pvalue == points.energy_distance(x, y, permutations=9, rng=1).pvalue
+
+
 @pytest.mark.parametrize("function", [points.energy_distance, points.mmd])
 def test_permutations(function):
     told = []

@@ -392,8 +392,9 @@ def product_of_short_sums(a, b, out=None, cut=None):
 
 def _blocks(a, b, size):
     """Views of `a` and `b` with an axis of blocks of `size` terms before the matrix."""
-    a = a.reshape(*a.shape[:-1], -1, size).swapaxes(-2, -3)
-    return a, b.reshape(*b.shape[:-2], -1, size, b.shape[-1])
+    blocks = a.shape[-1] // size, size  # a -1 does not do where there are no rows
+    a = a.reshape(*a.shape[:-1], *blocks).swapaxes(-2, -3)
+    return a, b.reshape(*b.shape[:-2], *blocks, b.shape[-1])
 
 
 def _products_of_blocks(a, b, out, longest, cut):

@@ -1696,6 +1696,16 @@ def test_a_small_entry_goes_as_matrices(rng, monkeypatch, dtype, option, shape):
             x[0, 0, -1, 0] = kept
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_gradients_of_many_queries_before_all_keys(rng, dtype):
+    """More than a product sums at once, and no key that any of them sees."""
+    q, k = (rng.normal(size=(1, n, 64)).astype(dtype) for n in (2000, 2))
+    options = {"causal": True, "query_offset": -2000}
+    out, lse = cupyflash.attention(q, k, k, return_lse=True, **options)
+    for x in cupyflash.attention_vjp(q, q, k, k, out, lse, **options)[:3]:
+        assert not x.any()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seqlen_k", [1, 2])
 @pytest.mark.parametrize("dim", [1, 3, 64])

@@ -66,14 +66,32 @@ def _load(variant, device_id):
     module = cupy.RawModule(code=text, options=variant.flags)
     with _version_from_disk():
         kernel = _build(module, variant)
-    if variant.smem:  # must be allowed from 48 KiB on, static memory included
-        kernel.max_dynamic_shared_size_bytes = variant.smem
+    if variant.smem:
+        _allow_shared_memory(kernel, variant.smem)
     if variant.cluster > _PORTABLE_CLUSTER:
         cupy.cuda.driver.funcSetAttribute(
             kernel.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
         )
     # The underlying Function launches without the look-ups of RawKernel.
     return kernel.kernel
+
+
+# The most dynamic shared memory of each function of the driver, and who holds it.
+_allowed: dict[int, tuple[int, object]] = {}
+_allowing = threading.Lock()
+
+
+def _allow_shared_memory(kernel, size):
+    """Allow `size` bytes, as is needed from 48 KiB on with static memory.
+
+    For CuPy, variants of the same text are one function: none of them takes back what
+    another one needs.
+    """
+    function = kernel.kernel
+    with _allowing:
+        if _allowed.get(function.ptr, (0, None))[0] < size:
+            kernel.max_dynamic_shared_size_bytes = size
+            _allowed[function.ptr] = size, function
 
 
 # Before CuPy looks into its cache it compiles an empty file, in each process and for

@@ -201,6 +201,31 @@ def test_large_clusters_are_asked_for(source):
     assert int(blocks[0]) == 16
 
 
+FILLS_SHARED_MEMORY = """
+extern "C" __global__ void k(int* x, long long n) {
+  extern __shared__ int last[];
+  last[n - 1] = 7;
+  *x = last[n - 1];
+}
+"""
+
+
+@pytest.mark.gpu
+def test_sizes_of_shared_memory_do_not_replace_each_other(source):
+    """CuPy has one function for a text, whatever its launches ask for."""
+    variant = source("// sizes\n" + FILLS_SHARED_MEMORY)
+    launches = {
+        size: _launch.Launch(
+            LaunchConfig(dataclasses.replace(variant, smem=size), (1,), (32,)), 0
+        )
+        for size in (60 << 10, 62 << 10, 1 << 10)
+    }
+    for size in (*launches, *launches):
+        x = cupy.zeros(1, "i4")
+        launches[size].enqueue(x.data.ptr, size // 4)
+        assert int(x[0]) == 7
+
+
 # --- several at once -----------------------------------------------------------------
 
 

@@ -397,15 +397,19 @@ def _argument(x):
     return np.atleast_1d(np.asarray(x)).copy()
 
 
+@functools.cache
+def _function(text, entry, cc):
+    """As in CuPy, one of each text."""
+    return _Function(entry, compile_cpp.kernel(text, entry, cc))
+
+
 class RawKernel:
     def __init__(self, text, entry, cc):
         self._text, self._entry, self._cc = text, entry, cc
 
     @functools.cached_property
     def kernel(self):
-        return _Function(
-            self._entry, compile_cpp.kernel(self._text, self._entry, self._cc)
-        )
+        return _function(self._text, self._entry, self._cc)
 
     @property
     def max_dynamic_shared_size_bytes(self):

@@ -9,6 +9,7 @@
 // Numbers    float64, in a fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_tiled_f64_queries
 #include "attention/fp64/backward_row.cuh"
+#include "attention/simt/gradients.cuh"
 #include "common/reduce.cuh"
 
 constexpr int kWarpsOfBlock = kNumThreads / kWarpSize;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// The factor of the weights of a query, for the float64 gradients on tensor cores.
+// The factor of the weights of a query, for gradients in float64.
 #pragma once
 
-#include "attention/simt/gradients.cuh"
+#include "attention/score/score.cuh"
 
 // 1 / total if that is 1 up to roundings of lse; if not, lse covers keys of other
 // calls.

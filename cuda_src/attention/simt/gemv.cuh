@@ -30,7 +30,7 @@ constexpr int kStep = kWarps * kSpan;  // keys of an entry at once
 static_assert(kWarpSize * kWarps * kEntries == kNumThreads);
 static_assert(kWarps == 1 || kEntries == 1);
 
-template <int kParts> using columns_t = float[kParts * kVector];
+template <int kParts> using columns_t = accum_t[kParts * kVector];
 
 // The index of this thread's lane among those of its key, and of that key in the warp.
 __device__ __forceinline__ int lane_of_key() { return threadIdx.x % kLanes; }
@@ -77,7 +77,7 @@ template <int kParts> struct row_t {
   __device__ __forceinline__ void unpack(columns_t<kParts>& x) const {
 #pragma unroll
     for (int c = 0; c < kParts * kVector; ++c) {
-      x[c] = element_as<float>(parts[c / kVector], c % kVector);
+      x[c] = element_as<accum_t>(parts[c / kVector], c % kVector);
     }
   }
 };
@@ -86,7 +86,7 @@ template <int kParts> struct row_t {
 struct keys_t {
   row_t<kPartsK> k[kUnroll];
   row_t<kPartsV> v[kUnroll];
-  float bias[kUnroll][kQueries];  // if that alone is added to scores
+  accum_t bias[kUnroll][kQueries];  // if that alone is added to scores
 
   // Keys first, first + kKeys and so on, of those below `last`; zeros beyond.
   __device__ __forceinline__ void load_k(const matrix_t<const elem_t>& from,
@@ -100,7 +100,7 @@ struct keys_t {
 #pragma unroll
       for (int e = 0; e < kUnroll * kQueries; ++e) {
         const int u = e / kQueries, i = e % kQueries, key = first + u * kKeys;
-        bias[u][i] = key < last ? to<float>(*scores.bias_at(i, key)) : 0.f;
+        bias[u][i] = key < last ? to<accum_t>(*scores.bias_at(i, key)) : 0;
       }
     }
   }
@@ -116,14 +116,14 @@ struct keys_t {
   }
 
   // The score of query i and the lane's key u, whose index is `key`, if i sees it.
-  __device__ __forceinline__ float score(const scores_t& scores, float scale,
-                                         float q_dot_k, int i, int u, int key,
-                                         float& derivative) const {
+  __device__ __forceinline__ accum_t score(const scores_t& scores, accum_t scale,
+                                           accum_t q_dot_k, int i, int u, int key,
+                                           accum_t& derivative) const {
     if constexpr (kAddsBiasAlone) {
-      float added = bias[u][0];
+      accum_t added = bias[u][0];
 #pragma unroll
       for (int n = 1; n < kQueries; ++n) added = n == i ? bias[u][n] : added;
-      return fmaf(scale, q_dot_k, added);
+      return fma_of(scale, q_dot_k, added);
     }
     return scores.with_derivative(q_dot_k, i, key, derivative);
   }
@@ -132,7 +132,8 @@ struct keys_t {
 // Stores this lane's part of row i, times `factor`.
 template <int kParts, typename T>
 __device__ __forceinline__ void store_row(const matrix_t<T>& target, int i,
-                                          const columns_t<kParts>& sums, float factor) {
+                                          const columns_t<kParts>& sums,
+                                          accum_t factor) {
   // At most 16 bytes at a time.
   constexpr int kStored = kVector * sizeof(T) > 16 ? 16 / sizeof(T) : kVector;
   T* const x = target.x + index_t(i) * target.row;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void store_row(const matrix_t<T>& target, int i,
   for (int n = 0; n < kParts; ++n) {
 #pragma unroll
     for (int begin = 0; begin < kVector; begin += kStored) {
-      float values[kStored];
+      accum_t values[kStored];
 #pragma unroll
       for (int e = 0; e < kStored; ++e) {
         values[e] = sums[n * kVector + begin + e] * factor;
@@ -154,21 +155,21 @@ __device__ __forceinline__ void store_row(const matrix_t<T>& target, int i,
 
 // --- sums ----------------------------------------------------------------------------
 
-__device__ __forceinline__ float add(float a, float b) { return a + b; }
+__device__ __forceinline__ accum_t add(accum_t a, accum_t b) { return a + b; }
 
 // x . y over the columns of this lane.
 template <int kColumns>
-__device__ __forceinline__ float dot_of_lane(const float (&x)[kColumns],
-                                             const float (&y)[kColumns]) {
-  float sum = x[0] * y[0];
+__device__ __forceinline__ accum_t dot_of_lane(const accum_t (&x)[kColumns],
+                                               const accum_t (&y)[kColumns]) {
+  accum_t sum = x[0] * y[0];
 #pragma unroll
-  for (int c = 1; c < kColumns; ++c) sum = fmaf(x[c], y[c], sum);
+  for (int c = 1; c < kColumns; ++c) sum = fma_of(x[c], y[c], sum);
   return sum;
 }
 // The same over the lanes of a key; each of them gets it.
 template <int kColumns>
-__device__ __forceinline__ float dot(const float (&x)[kColumns],
-                                     const float (&y)[kColumns]) {
+__device__ __forceinline__ accum_t dot(const accum_t (&x)[kColumns],
+                                       const accum_t (&y)[kColumns]) {
   return warp_reduce<kLanes>(dot_of_lane(x, y), add);
 }
 
@@ -186,19 +187,19 @@ constexpr int kPadded = kOwners * kOwned;
 
 __device__ __forceinline__ int owner() { return lane_of_key() % kOwners; }
 
-template <int kBit> __device__ __forceinline__ void halve(float (&x)[kPadded]) {
+template <int kBit> __device__ __forceinline__ void halve(accum_t (&x)[kPadded]) {
   if constexpr (kBit < kOwners) {
     const bool odd = owner() & kBit;
 #pragma unroll
     for (int n = 0; n < kPadded / (2 * kBit); ++n) {
-      const float kept = odd ? x[2 * n + 1] : x[2 * n];
+      const accum_t kept = odd ? x[2 * n + 1] : x[2 * n];
       x[n] = kept + shuffle_xor(odd ? x[2 * n] : x[2 * n + 1], kBit);
     }
     halve<2 * kBit>(x);
   }
 }
 // Sums x over the lanes of a key; the first kOwned are then those of this owner.
-__device__ __forceinline__ void sum_for_owners(float (&x)[kPadded]) {
+__device__ __forceinline__ void sum_for_owners(accum_t (&x)[kPadded]) {
   halve<1>(x);
 #pragma unroll
   for (int j = 0; j < kOwned; ++j) {
@@ -209,8 +210,8 @@ __device__ __forceinline__ void sum_for_owners(float (&x)[kPadded]) {
   }
 }
 // The number of each query, from its owner.
-__device__ __forceinline__ void from_owners(float (&of_queries)[kQueries],
-                                            const float (&own)[kOwned]) {
+__device__ __forceinline__ void from_owners(accum_t (&of_queries)[kQueries],
+                                            const accum_t (&own)[kOwned]) {
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
     of_queries[i] = own[i / kOwners];
@@ -223,15 +224,15 @@ __device__ __forceinline__ void from_owners(float (&of_queries)[kQueries],
 
 // sums += weight x.
 template <int kColumns>
-__device__ __forceinline__ void add_scaled(float (&sums)[kColumns], float weight,
-                                           const float (&x)[kColumns]) {
+__device__ __forceinline__ void add_scaled(accum_t (&sums)[kColumns], accum_t weight,
+                                           const accum_t (&x)[kColumns]) {
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) sums[c] = fmaf(weight, x[c], sums[c]);
+  for (int c = 0; c < kColumns; ++c) sums[c] = fma_of(weight, x[c], sums[c]);
 }
 
 // Combines the values that lanes of the same columns have for the keys of a warp.
 template <typename Combine>
-__device__ __forceinline__ float over_keys(float x, Combine combine) {
+__device__ __forceinline__ accum_t over_keys(accum_t x, Combine combine) {
 #pragma unroll
   for (int lanes = kLanes; lanes < kWarpSize; lanes *= 2) {
     x = combine(x, shuffle_xor(x, lanes));
@@ -239,23 +240,28 @@ __device__ __forceinline__ float over_keys(float x, Combine combine) {
   return x;
 }
 
-// exp(s - m), 16-bit results need fewer digits. A hidden key has weight -0, as in
+// exp(s - m); 16-bit results need fewer digits. A hidden key has weight -0, as in
 // weight() of score.cuh.
-__device__ __forceinline__ float weight_of(float s, float m) {
-  const float p = sizeof(elem_t) == 4 ? exp_of(s - m) : exp_fast(s - m);
-  return s == -infinity<float>() ? -0.f : p;
+__device__ __forceinline__ accum_t weight_of(accum_t s, accum_t m) {
+  accum_t p;
+  if constexpr (sizeof(elem_t) == 2) {
+    p = exp_fast(s - m);
+  } else {
+    p = exp_of(s - m);
+  }
+  return s == -infinity<accum_t>() ? accum_t(-0.0) : p;
 }
 
 // Columns of each query, and a number of it, from each warp of an entry.
 template <int kParts> struct of_warps_t {
-  float columns[kWarps][kQueries][kParts * kVector * kLanes];
-  float number[2][kWarps][kQueries];
+  accum_t columns[kWarps][kQueries][kParts * kVector * kLanes];
+  accum_t number[2][kWarps][kQueries];
 
-  __device__ __forceinline__ float& at(int warp, int query, int c) {
+  __device__ __forceinline__ accum_t& at(int warp, int query, int c) {
     return columns[warp][query][column(c / kVector) + c % kVector];
   }
-  __device__ __forceinline__ float sum_of_numbers(int query) const {
-    float sum = 0;
+  __device__ __forceinline__ accum_t sum_of_numbers(int query) const {
+    accum_t sum = 0;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) sum += number[0][warp][query];
     return sum;

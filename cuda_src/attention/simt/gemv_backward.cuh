@@ -4,9 +4,9 @@
 // Where entries are few and have many keys, KEY_SPLITS lets several blocks share an
 // entry. Each has some of its keys, and others' weights come from
 // gemv_backward_totals.cu. Such blocks write terms of dq, (splits, entries, queries,
-// head_dim) in float32, which backward_reduce.cu adds up.
+// head_dim) of accum_t, which backward_reduce.cu adds up.
 //
-// totals  (entries, queries, splits)  float: sum of exp(s - lse) over the keys of a
+// totals  (entries, queries, splits)  accum_t: sum of exp(s - lse) over the keys of a
 // split
 #pragma once
 
@@ -19,15 +19,15 @@ struct gemv_grads_t {
 
 #ifdef KEY_SPLITS
 constexpr bool kSplitsKeys = true;
-using dq_t = float;  // terms
-#define SPLIT_PARAMETERS const float *__restrict__ totals, const index_t num_splits,
+using dq_t = accum_t;  // terms
+#define SPLIT_PARAMETERS const accum_t *__restrict__ totals, const index_t num_splits,
 static_assert(kEntries == 1 && kWarps > 1);
 #else
 constexpr bool kSplitsKeys = false;
 using dq_t = elem_t;
 #define SPLIT_PARAMETERS
 constexpr index_t num_splits = 1;
-constexpr const float* totals = nullptr;
+constexpr const accum_t* totals = nullptr;
 #endif
 
 // The keys of a block: all of its entry, or a split of them in whole steps.
@@ -48,24 +48,38 @@ struct split_t {
   }
 };
 
+// Factors of the weights of queries, which float64 alone has.
+constexpr bool kHasFactor = sizeof(elem_t) == 8;
+template <bool kExist, int kCount> struct factors_t {
+  __device__ __forceinline__ accum_t factor(int) const { return 1; }
+  __device__ __forceinline__ void set_factor(int, accum_t) {}
+};
+template <int kCount> struct factors_t<true, kCount> {
+  accum_t x[kCount];
+
+  __device__ __forceinline__ accum_t factor(int j) const { return x[j]; }
+  __device__ __forceinline__ void set_factor(int j, accum_t factor) { x[j] = factor; }
+};
+
 // A query in registers.
-struct query_t {
+struct query_t : factors_t<kHasFactor, 1> {
   columns_t<kPartsK> q, dq;
   columns_t<kPartsV> dout;
-  float lse, delta;
+  accum_t lse, delta;
 };
 
 // What a lane knows of the queries that it owns.
-struct owned_t {
-  float lse[kOwned], delta[kOwned];
+struct owned_t : factors_t<kHasFactor, kOwned> {
+  accum_t lse[kOwned], delta[kOwned];
 
   __device__ __forceinline__ explicit owned_t(const query_t (&queries)[kQueries])
-      : lse(), delta() {
+      : factors_t(), lse(), delta() {
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) {
       if (i % kOwners == owner()) {
         lse[i / kOwners] = queries[i].lse;
         delta[i / kOwners] = queries[i].delta;
+        set_factor(i / kOwners, queries[i].factor(0));
       }
     }
   }
@@ -79,10 +93,10 @@ struct owned_t {
 };
 
 // Adds the weights of a step of keys to `totals`, one per query of this lane.
-__device__ __forceinline__ void add_weights(float (&totals)[kOwned], const keys_t& keys,
-                                            int first,
+__device__ __forceinline__ void add_weights(accum_t (&totals)[kOwned],
+                                            const keys_t& keys, int first,
                                             const query_t (&queries)[kQueries],
-                                            const owned_t& owned, float scale,
+                                            const owned_t& owned, accum_t scale,
                                             const scores_t& scores,
                                             const mask_bounds_t& bounds) {
 #pragma unroll
@@ -90,15 +104,15 @@ __device__ __forceinline__ void add_weights(float (&totals)[kOwned], const keys_
     const int key = first + u * kKeys;
     columns_t<kPartsK> k;
     keys.k[u].unpack(k);
-    float products[kPadded] = {};
+    accum_t products[kPadded] = {};
 #pragma unroll
     for (int i = 0; i < kQueries; ++i) products[i] = dot_of_lane(queries[i].q, k);
     sum_for_owners(products);
 #pragma unroll
     for (int j = 0; j < kOwned; ++j) {
       if (owned.sees(bounds, j, key)) {
-        float unused;
-        const float score =
+        accum_t unused;
+        const accum_t score =
             keys.score(scores, scale, products[j], owned.query(j), u, key, unused);
         totals[j] += exp_diff(score, owned.lse[j]);
       }

@@ -132,7 +132,7 @@ def _long():
 def _few():
     """Many entries with few queries, and keys of their own."""
     for dtype, (queries, keys, head_dim) in itertools.product(
-        ("float16", "bfloat16", "float32"),
+        FLOATS,
         (
             (1, 40, 64),
             (1, 300, 64),
@@ -152,7 +152,7 @@ def _few():
     yield replace(made_up("float32"), seqlen_q=1, seqlen_k=100, **tf32), 1
     # Few entries with many keys, which blocks share.
     for dtype, (queries, head_dim) in itertools.product(
-        ("float16", "bfloat16", "float32"), ((1, 64), (4, 64), (1, 256))
+        FLOATS, ((1, 64), (4, 64), (1, 256))
     ):
         few = {"num_heads": 100, "num_kv_heads": 100, "seqlen_q": queries}
         yield replace(made_up(dtype, head_dim), **few), 1

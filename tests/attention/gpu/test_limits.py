@@ -301,6 +301,8 @@ def _hopper(problem, device):
 VJP_PRODUCTS = {
     "gemv": (
         ("simt/gemv_backward.cu: first + kStep", lambda p: p.seqlen_k + 2 * 1024),
+        ("simt/gemv_backward.cu: key * kQueries + i",
+         lambda p: (p.seqlen_k + 1) * p.seqlen_q),
     ),
     "tiny": (),
     "mma_short": (

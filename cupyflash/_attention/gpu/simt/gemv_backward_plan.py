@@ -29,10 +29,11 @@ def gemv_vjp_steps(row, problem, operands, device) -> Steps:
         strides = (0, *target.entries, target.row, target.col)
         make = Kernels(row, forward, layout, device)
         sums.append(make.sum(terms, strides, forward.dtype, "dq"))
-        scratch[dq] = num_bytes(terms, "float32")
+        scratch[dq] = num_bytes(terms, forward.compute_dtype)
     if "_totals" in row.parts(forward, splits):
         of_splits = ("totals", splits)
-        scratch["totals"] = num_bytes((num_rows(forward), splits), "float32")
+        of_rows = num_rows(forward), splits
+        scratch["totals"] = num_bytes(of_rows, forward.compute_dtype)
         config = row.config(forward, dims, device, "_totals", splits)
         launches.append((config, ("q", "k", "lse", *of_splits, *rest)))
     arguments = (

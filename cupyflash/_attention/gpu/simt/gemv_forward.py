@@ -14,7 +14,7 @@ from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 _WARP, _VECTOR_BYTES = 32, 16
 _WIDEST = 256  # columns
 _MOST_KEYS = 4096
-# Numbers of q that a lane holds, for all queries together.
+# Registers of q that a lane holds, for all queries together.
 _MOST_COLUMNS = 32
 # Bytes that a lane loads before it uses the first of them.
 _MOST_LOADED = 128
@@ -52,15 +52,23 @@ class Layout:
     unroll: int
     warps: int  # of an entry
     entries: int  # of a block
+    words: int = 1  # registers of a number that is added up
 
     @property
     def columns(self) -> int:
-        """The most columns that a lane has, over all queries."""
-        return self.queries * self.vector * max(self.parts_k, self.parts_v)
+        """The most columns that a lane has, over all queries, in registers."""
+        parts = max(self.parts_k, self.parts_v)
+        return self.queries * self.vector * parts * self.words
 
     @property
     def num_threads(self) -> int:
         return _WARP * self.warps * self.entries
+
+    @property
+    def shared_bytes(self) -> int:
+        """of_warps_t of attention/simt/gemv.cuh."""
+        columns = self.parts_k * self.vector * self.lanes
+        return 4 * self.words * self.warps * self.queries * (columns + 2)
 
     @property
     def keys_of_step(self) -> int:
@@ -88,9 +96,13 @@ class Tuning:
     heads_per_sm: dict[int, dict[float, float]]
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
+    registers_of_float64: dict[float, tuple[int, int]] = field(default_factory=dict)
     # The same without options, where a warp has an entry and a lane one vector of each
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
+    # Vectors of a row that a lane has, if there are lanes for them, by the size of an
+    # element and the queries.
+    parts: dict[int, dict[float, int]] = field(default_factory=dict)
     heads_per_sm_of_more: dict[int, dict[float, float]] = field(default_factory=dict)
 
     def layout(self, problem: AttentionProblem, device: Device) -> Layout:
@@ -100,7 +112,8 @@ class Tuning:
         if itemsize == 2 and queries > 2:  # more lanes, with less to hold
             vector //= 2
         dims = problem.head_dim, problem.head_dim_v
-        lanes = min(_WARP, power_of_two(max(dims) / vector))
+        parts = by_threshold(self.parts.get(itemsize, {math.inf: 1}), queries)
+        lanes = min(_WARP, power_of_two(max(dims) / (vector * parts)))
         parts_k, parts_v = (-(-n // (lanes * vector)) for n in dims)
         unroll, warps = self.steps_of_more[itemsize]
         if queries == 1:
@@ -115,7 +128,10 @@ class Tuning:
         useful = problem.seqlen_k * lanes / (_WARP * unroll)
         warps = max(warps, min(8, power_of_two(wanted), power_of_two(useful)))
         entries = 4 if warps == 1 else 1
-        return Layout(queries, lanes, vector, parts_k, parts_v, unroll, warps, entries)
+        words = 2 if itemsize == 8 else 1
+        return Layout(
+            queries, lanes, vector, parts_k, parts_v, unroll, warps, entries, words
+        )
 
     def unsupported_reason(
         self, problem: AttentionProblem, device: Device
@@ -123,7 +139,7 @@ class Tuning:
         """Why no kernel for few queries supports `problem`, or None."""
         reason = (
             kernel.refuse_old_device(problem.dtype, device)
-            or spec.refuse_dtype(problem, *spec.HALVES, "float32")
+            or spec.refuse_dtype(problem, *self.most_bytes)
             or spec.refuse_width(problem, _WIDEST)
         )
         if reason is not None:
@@ -167,7 +183,8 @@ class Tuning:
 
     def min_blocks(self, problem: AttentionProblem, of: Layout, device: Device) -> int:
         """Blocks per multiprocessor, by registers."""
-        plain, with_options = by_threshold(self.registers, of.columns)
+        table = self.registers if of.words == 1 else self.registers_of_float64
+        plain, with_options = by_threshold(table, of.columns)
         registers = plain if is_plain(problem) else with_options
         is_light = of.warps == of.parts_k == of.parts_v == 1
         if self.registers_of_one_warp and is_light and is_plain(problem):
@@ -184,6 +201,7 @@ class Tuning:
         batch_dims: int,
         device: Device,
         splits: int = 1,
+        smem: int = 0,
         **more,
     ) -> LaunchConfig:
         """A launch over all heads, or so many splits of each."""
@@ -194,7 +212,7 @@ class Tuning:
             source, entry,
             QUERIES=of.queries, LANES=of.lanes, VECTOR=of.vector, PARTS_K=of.parts_k,
             PARTS_V=of.parts_v, UNROLL=of.unroll, WARPS=of.warps, ENTRIES=of.entries,
-            MIN_BLOCKS=self.min_blocks(problem, of, device), **more,
+            MIN_BLOCKS=self.min_blocks(problem, of, device), smem=smem, **more,
         )  # fmt: skip
 
 

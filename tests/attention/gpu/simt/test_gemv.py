@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import small_entries
 import vjp_laws
-from accuracy import dtype_of, to_host
+from accuracy import dtype_of, max_error, to_host
 from placing import FORMS, place
 from small_entries import DTYPES, SINGLE, device, gradient
 from test_attention_vjp import OPTIONS, agree, inputs
@@ -21,6 +21,8 @@ from cupyflash._attention.gpu.simt.gemv_forward import GEMV
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import kernel
 
+# Of gradients.
+ALL = (*DTYPES, "float64")
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
 # (queries, keys, head_dim, head_dim_v)
 SIZES = (
@@ -35,6 +37,16 @@ SIZES = (
     (2, 50, 128, 96),
     (4, 9, 136, 256),
 )
+# float64 has no registers for 4 queries of 256 columns, and one of 8 is left to `tiny`.
+SIZES_OF_FLOAT64 = (
+    *(x for x in SIZES if x[0] * max(x[2:]) <= 512 and x != (1, 1, 8, 8)),
+    (1, 1, 16, 8),
+)
+SIZES_OF_DTYPES = [
+    (dtype, *size)
+    for dtype in ALL
+    for size in (SIZES_OF_FLOAT64 if dtype == "float64" else SIZES)
+]
 
 
 def problem(dtype="float16", head_dim=64, queries=1, keys=100, **options):
@@ -60,7 +72,6 @@ def test_takes(arch, dtype, queries, keys, dim):
 
 
 REFUSED = [
-    (problem("float64"), "sm_90a", "not float64"),
     (problem("bfloat16"), "sm_75", "needs sm_80"),
     (problem(queries=9), "sm_90a", "queries, not 9"),
     (problem(queries=0), "sm_90a", "queries, not 0"),
@@ -96,6 +107,39 @@ def test_takes_few_heads_of_many_keys_where_they_pay(dtype, queries):
             assert f"66 heads or more for {keys} keys, not {heads}" in reason
         else:
             assert reason is None
+
+
+def test_float64_has_gradients_alone():
+    asked = problem("float64")
+    assert "not float64" in GEMV.unsupported_reason(asked, device())
+    for arch in ARCHS:
+        row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
+        assert row is GEMV_VJP
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "options", "smem"),
+    [
+        (1, 100, {}, 2048),
+        (1, 4096, {}, 65536),
+        (8, 100, {}, 16384),
+        (2, 4096, {}, 0),
+        (1, 100, {"bias": "float64"}, 2048),
+        (1, 100, {"bias": "float64", "softcap": 3.0}, 0),
+    ],
+)
+def test_weights_of_float64_are_kept_where_there_is_room(queries, keys, options, smem):
+    """And blocks of others read k twice."""
+    asked = problem("float64", 64, queries, keys, **options)
+    config = GEMV_VJP.config(asked, 1, device())
+    assert config.variant.smem == smem
+    assert ("KEEP_WEIGHTS" in dict(config.variant.defines)) == (smem > 0)
+    few = GEMV_VJP.config(asked, 1, device(), splits=2)
+    assert (
+        few.variant.smem
+        == GEMV_VJP.config(asked, 1, device(), "_totals", 2).variant.smem
+        == 0
+    )
 
 
 def test_takes_as_many_keys_as_pay():
@@ -152,6 +196,67 @@ def test_takes_as_many_queries_as_pay(dtype, keys, forward, gradients):
         assert taken == (queries <= gradients)
 
 
+@pytest.mark.parametrize(
+    ("keys", "dim", "most"),
+    [
+        (16, 64, 8),
+        (64, 64, 8),
+        (64, 128, 4),  # registers
+        (65, 64, 4),
+        (512, 128, 4),
+        (513, 64, 2),
+        (1024, 64, 2),
+        (4096, 64, 1),  # k twice
+        (4096, 256, 2),  # which no tensor cores take
+    ],
+)
+def test_takes_as_many_float64_queries_as_pay(keys, dim, most):
+    for queries in range(1, 10):
+        asked = gradient(problem("float64", dim, queries, keys))
+        taken = GEMV_VJP.unsupported_reason(asked, device()) is None
+        assert taken == (queries <= most), queries
+
+
+def test_float64_gradients_that_other_rows_take():
+    for asked, reason, then in (
+        (problem("float64", 8, 4, 4), "a thread for each row is faster", "tiny"),
+        (problem("float64", 64, 2, 4096), "would read k twice", "tiled_f64"),
+        (
+            problem("float64", 64, 2, 60, bias="float64", softcap=3.0),
+            "would read k twice",
+            "tiled_f64",
+        ),
+    ):
+        row, refused = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device())
+        assert reason in dict(refused)["gemv"]
+        assert row.name == then
+    # Blocks that share the keys do, and pay all the same.
+    few = {"num_heads": 32, "num_kv_heads": 32}
+    asked = problem("float64", 64, 2, 4096, **few)
+    assert GEMV_VJP.unsupported_reason(gradient(asked), device()) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "splits"),
+    [
+        (1, 256, 1),
+        (1, 512, 8),
+        (32, 512, 8),
+        (100, 512, 2),
+        (200, 512, 1),
+        (1024, 512, 1),
+        (32, 4096, 8),
+        (100, 4096, 5),
+        (300, 4096, 3),
+        (1024, 4096, 1),
+    ],
+)
+def test_blocks_share_float64_keys_where_entries_are_few(heads, keys, splits):
+    """Up to 512 keys only if all blocks run at once."""
+    asked = problem("float64", 64, 1, keys, num_heads=heads, num_kv_heads=heads)
+    assert GEMV_VJP.num_splits(asked, device()) == splits
+
+
 def test_few_entries_have_more_warps():
     sizes = [
         GEMV.tuning.layout(problem(num_heads=n, num_kv_heads=n), device())
@@ -170,6 +275,10 @@ def test_few_entries_have_more_warps():
             gradient(problem("float32", 256, 8, 200)),
             "too few registers for 8 queries of 256 columns",
         ),
+        (
+            gradient(problem("float64", 256, 3, 40)),
+            "too few registers for 3 queries of 256 columns",
+        ),
         (gradient(problem(), need_dsinks=True), "does not compute dsinks"),
         (
             gradient(problem(bias="float16"), need_dbias=True, bias_shape=(1, 100)),
@@ -185,14 +294,11 @@ def test_gradients_are_left_to_the_next_row(asked, reason):
     assert reason in GEMV_VJP.unsupported_reason(asked, device())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("queries", "keys", "dim", "dim_v"), SIZES)
+@pytest.mark.parametrize(("dtype", "queries", "keys", "dim", "dim_v"), SIZES_OF_DTYPES)
 def test_threads_hold_all_columns(dtype, queries, keys, dim, dim_v):
     asked = problem(dtype, dim, queries, keys, head_dim_v=dim_v)
-    for config in (
-        *GEMV.configs(asked, 1, device()),
-        GEMV_VJP.config(asked, 1, device()),
-    ):
+    forward = () if dtype == "float64" else GEMV.configs(asked, 1, device())
+    for config in (*forward, GEMV_VJP.config(asked, 1, device())):
         n = {n: int(x) for n, x in config.variant.defines if x.isdigit()}
         assert n["QUERIES"] == queries
         assert n["LANES"] * n["VECTOR"] * n["PARTS_K"] >= dim
@@ -203,7 +309,8 @@ def test_threads_hold_all_columns(dtype, queries, keys, dim, dim_v):
         assert (n["WARPS"] == 1) or (n["ENTRIES"] == 1)
         # What the warps of an entry share at the end fits without being asked for.
         columns = max(n["PARTS_K"], n["PARTS_V"]) * n["VECTOR"] * n["LANES"]
-        assert n["WARPS"] * n["QUERIES"] * (4 * columns + 8) <= 48 << 10
+        of_number = 8 if dtype == "float64" else 4
+        assert n["WARPS"] * n["QUERIES"] * of_number * (columns + 2) <= 48 << 10
 
 
 def test_vectors_that_rows_start_at():
@@ -290,7 +397,7 @@ def test_splits_have_enough_keys(dtype, keys):
             assert ("KEY_SPLITS" in dict(config.variant.defines)) == (splits > 1)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_terms_of_dq_are_added_up(dtype, layout):
     pytest.importorskip("cupy")
@@ -301,7 +408,8 @@ def test_terms_of_dq_are_added_up(dtype, layout):
     shape = {"bhsd": (1, 3, 2, 64), "bshd": (1, 2, 3, 64)}[layout]
     of_keys = {"bhsd": (1, 3, 2000, 64), "bshd": (1, 2000, 3, 64)}[layout]
     q, k = np.zeros(shape, dtype), np.zeros(of_keys, dtype)
-    lse = np.zeros((1, 3, 2), "float32")
+    wide = "float64" if dtype == "float64" else "float32"
+    lse = np.zeros((1, 3, 2), wide)
     asked, operands = vjp_problem.attention_vjp(
         q, q, k, k, q, lse, None, None, None, False, None, None, 0.0, None, None,
         None, None, layout, "float32", "auto", None, False, False, False,
@@ -310,11 +418,12 @@ def test_terms_of_dq_are_added_up(dtype, layout):
     assert splits > 1
     steps = gemv_vjp_steps(GEMV_VJP, asked, operands, device())
     *totals, (_, arguments), (_, (terms, result, fields)) = steps.launches
-    assert len(totals) == (dtype == "float32")
+    assert len(totals) == (dtype != "float16")
     assert arguments[7:10] == ("totals" if totals else 0, splits, "dq_terms")
     assert (terms, result) == ("dq_terms", "dq")
-    assert steps.scratch[terms] == splits * 3 * 2 * 64 * 4
-    assert steps.scratch.get("totals", 0) == 4 * splits * 3 * 2 * len(totals)
+    itemsize = np.dtype(wide).itemsize
+    assert steps.scratch[terms] == splits * 3 * 2 * 64 * itemsize
+    assert steps.scratch.get("totals", 0) == itemsize * splits * 3 * 2 * len(totals)
     (found,) = np.frombuffer(fields, gradient_layout.SUM.dtype(kAxes=6))
     assert found["num_terms"] == splits
     assert found["num_sums"] == 3 * 2 * 64
@@ -348,10 +457,10 @@ def few_heads(monkeypatch):
         first, *rest = rows
         tuning = dataclasses.replace(
             first.tuning,
-            heads_per_sm={2: {4096: 0}, 4: {4096: 0}},
+            heads_per_sm={n: {4096: 0} for n in (2, 4, 8)},
             heads_per_sm_of_more={},
-            most_queries={2: {4096: 8}, 4: {4096: 8}},
-            most_bytes={dtype: {256: 1 << 30} for dtype in DTYPES},
+            most_queries={n: {4096: 8} for n in (2, 4, 8)},
+            most_bytes={name: {256: 1 << 30} for name in first.tuning.most_bytes},
         )
         row = dataclasses.replace(first, tuning=tuning)
         if first is GEMV:
@@ -374,32 +483,47 @@ def shared_keys(few_heads, monkeypatch):
     small_entries.change_tables(monkeypatch, share)
 
 
+@pytest.fixture(params=[True, False])
+def keeps(request, monkeypatch):
+    """With and without room for the weights of float64."""
+
+    def change(rows):
+        first, *rest = rows
+        if isinstance(first, type(GEMV_VJP)):
+            first = dataclasses.replace(first, keeps_weights=request.param)
+        return (first, *rest)
+
+    small_entries.change_tables(monkeypatch, change)
+
+
 def check_both(cupy, rng, dtype, size, batch=(5,), **options):
-    small_entries.check_both("gemv", cupy, rng, dtype, size, (2, 2), batch, **options)
+    small_entries.check_both(
+        "gemv", cupy, rng, dtype, size, (2, 2), batch,
+        makes_forward=dtype != "float64", **options,
+    )  # fmt: skip
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_every_size(cupy, rng, few_heads, dtype, size):
-    check_both(cupy, rng, dtype, size)
+@pytest.mark.parametrize(("dtype", "queries", "keys", "dim", "dim_v"), SIZES_OF_DTYPES)
+def test_every_size(cupy, rng, few_heads, dtype, queries, keys, dim, dim_v):
+    check_both(cupy, rng, dtype, (queries, keys, dim, dim_v))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_keys_of_several_steps(cupy, rng, few_heads, dtype):
     check_both(cupy, rng, dtype, (2, 1100, 32, 32), batch=(2,))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", SINGLE)
 def test_options(cupy, rng, few_heads, dtype, name):
     check_both(cupy, rng, dtype, (5, 37, 64, 64), **OPTIONS[name])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("queries", [1, 6])
 def test_a_bias_for_each_score(cupy, rng, few_heads, dtype, queries):
     """And its gradient; hidden scores, and those of padding, have none."""
@@ -415,14 +539,14 @@ def test_a_bias_for_each_score(cupy, rng, few_heads, dtype, queries):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_an_lse_and_what_flows_into_it(cupy, rng, few_heads, dtype):
     q, k = (9, 2, 3, 64), (9, 2, 24, 64)
     small_entries.check_parts_of_the_keys(cupy, rng, dtype, q, k, cut=11)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("form", FORMS)
 def test_strides(cupy, rng, few_heads, dtype, form):
     """Rows that do not start at vectors are left to other rows."""
@@ -432,7 +556,7 @@ def test_strides(cupy, rng, few_heads, dtype, form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_an_out_of_the_caller_between_vectors(cupy, rng, few_heads, dtype):
     q, k, v, _ = (
         place(cupy, x) for x in inputs(rng, dtype, (9, 1, 3, 32), (9, 1, 20, 32))
@@ -446,14 +570,14 @@ def test_an_out_of_the_caller_between_vectors(cupy, rng, few_heads, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_entries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
     q, k = (11, 2, 4, 64), (11, 2, 40, 64)
     small_entries.check_entries_alone(cupy, rng, dtype, q, k)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_queries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
     """A window shows each query other keys: their sums start where they always do."""
     q, k, v, _ = inputs(rng, dtype, (3, 1, 8, 32), (3, 1, 700, 32))
@@ -465,7 +589,7 @@ def test_queries_do_not_know_of_each_other(cupy, rng, few_heads, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_seen_never_leaks(cupy, rng, few_heads, dtype, bad):
     """Behind lengths, and below the diagonal."""
@@ -482,7 +606,7 @@ def test_what_is_not_seen_never_leaks(cupy, rng, few_heads, dtype, bad):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", ["q", "k", "dout"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_infinities_stay_where_they_are_seen(
@@ -495,7 +619,7 @@ def test_nan_and_infinities_stay_where_they_are_seen(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(
     "size", [(1, 200, 64, 64), (3, 300, 32, 64), (8, 129, 64, 64), (1, 70, 256, 136)]
 )
@@ -504,22 +628,23 @@ def test_blocks_that_share_keys(cupy, rng, shared_keys, dtype, size):
 
 
 @pytest.mark.gpu
-def test_blocks_share_keys_as_they_are_chosen(cupy, rng):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_blocks_share_keys_as_they_are_chosen(cupy, rng, dtype):
     """Without a change of the table."""
     vjp_laws.check(
-        "gemv", cupy, rng, "float32", heads=(2, 2), seqlens=(2, 1100), batch=(1,)
+        "gemv", cupy, rng, dtype, heads=(2, 2), seqlens=(2, 1100), batch=(1,)
     )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("name", SINGLE)
 def test_options_of_shared_keys(cupy, rng, shared_keys, dtype, name):
     check_both(cupy, rng, dtype, (5, 137, 64, 64), batch=(2,), **OPTIONS[name])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_a_bias_of_shared_keys(cupy, rng, shared_keys, dtype):
     q, k = (4, 2, 3, 64), (4, 2, 145, 64)
     bias = rng.normal(size=(4, 2, 3, 145)).astype(dtype_of(dtype))
@@ -532,14 +657,14 @@ def test_a_bias_of_shared_keys(cupy, rng, shared_keys, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 def test_an_lse_of_shared_keys(cupy, rng, shared_keys, dtype):
     q, k = (2, 2, 3, 64), (2, 2, 224, 64)
     small_entries.check_parts_of_the_keys(cupy, rng, dtype, q, k, cut=100)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_entries_of_shared_keys_do_not_know_of_each_other(
     cupy, rng, shared_keys, dtype
 ):
@@ -548,7 +673,7 @@ def test_entries_of_shared_keys_do_not_know_of_each_other(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_seen_of_shared_keys_never_leaks(
     cupy, rng, shared_keys, dtype, bad
@@ -564,18 +689,96 @@ def test_what_is_not_seen_of_shared_keys_never_leaks(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", ["q", "k", "dout"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_infinities_of_shared_keys(cupy, rng, shared_keys, name, bad):
-    arrays = inputs(rng, "float32", (2, 2, 3, 64), (2, 2, 150, 64))
+def test_nan_and_infinities_of_shared_keys(cupy, rng, shared_keys, dtype, name, bad):
+    arrays = inputs(rng, dtype, (2, 2, 3, 64), (2, 2, 150, 64))
     x = dict(zip(("q", "k", "v", "dout"), arrays, strict=True))[name]
     x[0, 0, 1, 3] = bad
     agree(cupy, *arrays, causal=True)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("form", FORMS)
-def test_strides_of_shared_keys(cupy, rng, shared_keys, form):
+def test_strides_of_shared_keys(cupy, rng, shared_keys, dtype, form):
     forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
-    arrays = inputs(rng, "float32", (2, 2, 3, 64), (2, 2, 140, 64))
+    arrays = inputs(rng, dtype, (2, 2, 3, 64), (2, 2, 140, 64))
     agree(cupy, *arrays, forms=forms, causal=True)
+
+
+# --- float64 -------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "size", [*SIZES_OF_FLOAT64, (2, 1100, 32, 32), (1, 1500, 128, 128)]
+)
+def test_float64_whose_weights_are_kept_or_not(cupy, rng, few_heads, keeps, size):
+    check_both(cupy, rng, "float64", size, batch=(3,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SINGLE, "mask", "bias", "sinks", "alibi", "all"])
+def test_options_of_float64_whose_weights_are_kept_or_not(
+    cupy, rng, few_heads, keeps, name
+):
+    arrays = inputs(rng, "float64", (2, 4, 5, 64), (2, 4, 137, 64))
+    many = {
+        "mask": {"mask": rng.random((2, 4, 5, 137)) < 0.6},
+        "bias": {"bias": rng.normal(size=(2, 4, 5, 137)), "need_dbias": True},
+        "sinks": {"sinks": rng.normal(size=4)},
+        "alibi": {"alibi_slopes": rng.random(4) * 0.1},
+    }
+    if name == "all":
+        options = {n: x for option in many.values() for n, x in option.items()}
+        options |= {"softcap": 4.0, "causal": True, "query_offset": 90}
+    else:
+        options = many.get(name) or OPTIONS[name]
+    agree(cupy, *arrays, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "k", "dout"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_of_float64_whose_weights_are_kept_or_not(
+    cupy, rng, few_heads, keeps, name, bad
+):
+    """Where it is seen; and hidden behind a diagonal, a bias and lengths."""
+    arrays = inputs(rng, "float64", (4, 2, 3, 32), (4, 2, 40, 32))
+    x = dict(zip(("q", "k", "v", "dout"), arrays, strict=True))[name]
+    x[0, 0, 1, 3] = bad
+    agree(cupy, *arrays)
+    agree(cupy, *arrays, causal=True)
+    bias = rng.normal(size=(4, 2, 3, 40))
+    bias[:, :, 1] = -np.inf
+    agree(cupy, *arrays, bias=bias, need_dbias=True)
+    lengths = {"query_lengths": [1, 3, 3, 2], "key_lengths": [40, 1, 0, 7]}
+    agree(cupy, *arrays, **{n: np.array(x) for n, x in lengths.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1, 300), (3, 40)])
+def test_weights_of_float64_sum_to_1(cupy, rng, few_heads, keeps, size):
+    """Whatever lse was rounded to, unless it knows of more keys."""
+    check_sums(cupy, rng, size)
+
+
+@pytest.mark.gpu
+def test_weights_of_shared_keys_sum_to_1(cupy, rng, shared_keys):
+    check_sums(cupy, rng, (2, 300))
+
+
+def check_sums(cupy, rng, size):
+    queries, keys = size
+    q, k = (3, 2, queries, 64), (3, 2, keys, 64)
+    q, k, v, dout = (place(cupy, x) for x in inputs(rng, "float64", q, k))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    exact = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    near = cupyflash.attention_vjp(dout, q, k, v, out, lse * (1 + 4e-16))
+    half = cupyflash.attention_vjp(dout, q, k, v, out, lse + np.log(2))
+    for a, b, c in zip(exact[:3], near[:3], half[:3], strict=True):
+        largest = np.abs(to_host(a)).max()
+        assert max_error(b, to_host(a)) <= 2e-15 * largest
+        assert max_error(c, to_host(a) / 2) <= 1e-13 * largest

@@ -58,7 +58,9 @@ _ALONE = ("alibi", "causal alibi", "mask function", "score function", "both func
 # gradients of hopper have kernels for them.
 _WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
 # What stands in for the plain calls of a row: the first of these that it takes.
-_FIRST_KINDS = (_PLAIN[:1], _WIDE[:2], _SHORT[:1], _TINY[:1], _FEW[:1])
+_FIRST_KINDS = (
+    _PLAIN[:1], _WIDE[:2], _SHORT[:1], ("few keys",), _TINY[:1], _FEW[:1],
+)  # fmt: skip
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
 _TEAMS = "softmax/teams"  # tall columns, whose blocks lie anywhere on the card
@@ -105,7 +107,7 @@ def cases_of(group):
     more = [next((c for c in found if c.kind == k), None) for k in kinds]
     kept = (kept or plain)[:2]
     taken = [case for first in kept[:1] for case in alone(operation, name, first)]
-    return kept + [case for case in more if case] + taken
+    return kept + [case for case in more if case and case not in kept] + taken
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ DTYPES = {
         "tiled": ("float16", "float32", "float64"),
         "mma": ("float16", "bfloat16"),
         "mma_split": ("float32",),
+        "short_f64": ("float64",),
         "tiled_f64": ("float64",),
         "hopper": ("float16", "bfloat16"),
         "hopper_wide": ("float16", "bfloat16"),
@@ -101,6 +102,7 @@ def calls(rng):
             "score": lambda s, i, j: s * np.cos(s) - 0.01 * abs(i - j),
             "mask": scores.sliding_window(90),
         }),
+        "few keys": (2, 4, 2, 150, 20, 64, 64, both),
         "nothing seen": (1, 2, 2, 70, 90, 32, 32, {"mask": lambda i, j: i > j + 60}),
         "hidden by the score": (1, 2, 2, 70, 200, 64, 64, {
             "score": lambda s, i, j: np.where(

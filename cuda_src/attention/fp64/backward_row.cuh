@@ -4,10 +4,13 @@
 
 #include "attention/score/score.cuh"
 
-// 1 / total if that is 1 up to roundings of lse; if not, lse covers keys of other
-// calls.
-__device__ __forceinline__ double factor_of(double total, double lse) {
+// Whether a total of weights is 1 up to roundings of lse; if not, lse covers keys of
+// other calls.
+__device__ __forceinline__ bool sums_to_one(double total, double lse) {
   const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse));
   // False if both are infinite, for a row that sees no key.
-  return abs_of(log_of(total)) < roundings ? 1 / total : 1;
+  return abs_of(log_of(total)) < roundings;
+}
+__device__ __forceinline__ double factor_of(double total, double lse) {
+  return sums_to_one(total, lse) ? 1 / total : 1;
 }

@@ -1,6 +1,7 @@
 """The table of gradient kernels of attention, best first."""
 
 from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP
+from cupyflash._attention.gpu.fp64.short_backward import SHORT_F64_VJP
 from cupyflash._attention.gpu.simt.backward import TILED_VJP
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
 from cupyflash._attention.gpu.simt.tiny_backward import TINY_VJP
@@ -18,6 +19,7 @@ ATTENTION_VJP_KERNELS = (  # best first
     HOPPER_WIDE_VJP,
     MMA_VJP,
     MMA_SPLIT_VJP,
+    SHORT_F64_VJP,
     TILED_F64_VJP,
     TILED_VJP,
 )

@@ -187,6 +187,17 @@ def _short():
             yield replace(made_up(dtype), **{**many, "seqlen_k": 1}), 1
             yield replace(made_up(dtype), **many, **_ALL_OPTIONS), 2
         yield replace(made_up("float32"), **{**many, "seqlen_k": 64}), 1
+    # In float64.
+    few = {"num_heads": 512, "num_kv_heads": 512}
+    for keys, head_dim in itertools.product((16, 32, 64), (32, 64, 96, 128)):
+        of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
+        yield of_doubles, 1
+        if keys == 32:
+            yield replace(of_doubles, **_ALL_OPTIONS), 2
+            yield replace(of_doubles, softcap=30.0), 1
+            yield with_functions(of_doubles), 1
+        if head_dim == 64:
+            yield replace(of_doubles, seqlen_q=40), 1
 
 
 def _tiny():

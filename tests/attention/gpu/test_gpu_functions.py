@@ -183,6 +183,7 @@ OF_A_ROW = {
     ("attention_vjp", "tiled"): ("both", "bias"),
     ("attention_vjp", "mma"): ("both", "odd"),
     ("attention_vjp", "mma_split"): ("odd", "square"),
+    ("attention_vjp", "short_f64"): ("few keys",),
     ("attention_vjp", "tiled_f64"): ("both", "odd"),
 }
 ON_CARD = [

@@ -342,6 +342,12 @@ VJP_PRODUCTS = {
         ("sm80/fp32_backward_dkdv.cu: position - position",
          lambda p: (1 << 30) + max(p.seqlen_q, p.seqlen_k)),
     ),
+    "short_f64": (
+        ("fp64/short_backward.cu: units * kBlockM",
+         lambda p: attention_config.num_heads(p) * (p.seqlen_q + 64)),
+        ("fp64/short_backward.cu: unit + kTeams",
+         lambda p: attention_config.num_heads(p) * -(-p.seqlen_q // 16) + 8),
+    ),
     "tiled_f64": (
         ("fp64/backward.cuh: tile * kBlockN + kBlockN",
          lambda p: max(p.seqlen_q, p.seqlen_k) + 2 * 64),

@@ -1,0 +1,770 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_short_f64: all gradients of float64 for entries with few keys, in one
+// launch. A block keeps the keys of an entry and loops over its queries.
+//
+// Algorithm  A team of kTeam warps takes tiles of 16 kTeam queries in turn. Of 16 of
+//            them, a warp computes
+//                S = score(q k^T),  P = exp(S - lse) factor,  dP = dO v^T
+//                delta = rowsum P dP - dlse,  dS = P (dP - delta) score'(q k^T)
+//            which sees all keys: so the factor with which P sums to 1 is known at once
+//            (backward_row.cuh). Where lse covers keys of other calls, delta is
+//            sum(dO * out) - dlse. Then each warp adds the products of all queries of
+//            the tile to some columns of
+//                dv += P^T dO,  dk += scale dS^T q
+//            which stay in registers, and computes dq = scale dS k of its own 16,
+//            while those of the next tile are on their way
+// Grid       1-D, one block per entry of k and v that is not shared; with LOOP_SPLITS,
+//            several share its queries
+// Shared     k, v    kBlockN x kDim  once
+//            q, dO   16 x kDim       of each warp
+//            P, dS   kBlockN x 16    of each warp, transposed
+// Memory     global: each array once, except out, which is read where lse covers keys
+//            of other calls
+// Numbers    all in float64; the products of 16 queries are summed on their own before
+//            they are added to dk and dv. A fixed order of sums: the same bits in every
+//            run. Hidden keys weigh 0: after 0 * NaN in a gradient the block starts
+//            again with such values set to 0; if something that is seen is not finite,
+//            `found` asks for the fallback, which reads delta
+// Limits     kBlockN keys; head dimensions up to kDim
+#include "attention/fp64/backward_row.cuh"
+#include "attention/fp64/tile.cuh"
+#include "attention/fp64/weights.cuh"
+#include "attention/simt/gradients.cuh"
+#include "attention/simt/loop_splits.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/hold.cuh"
+
+#if !defined(DIM) || !defined(BLOCK_N) || !defined(TEAM) || !defined(MIN_BLOCKS)
+#error "DIM, BLOCK_N, TEAM and MIN_BLOCKS come from the host"
+#endif
+constexpr int kDim = DIM;  // of all rows, padded with zeros
+constexpr int kBlockN = BLOCK_N;
+constexpr int kTeam = TEAM;             // warps that share dk and dv
+constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits registers
+constexpr int kWarps = kNumThreads / kWarpSize, kTeams = kWarps / kTeam;
+constexpr int kBlockM = kTeam * kWarpRows;  // queries of a tile
+
+constexpr int kTiles = kBlockN / 8;         // of 8 keys
+constexpr int kStepsN = kBlockN / 16;       // of a sum over keys
+constexpr int kChunks = kDim / 16;          // of columns, and steps of a sum over them
+constexpr int kJobs = 2 * kChunks / kTeam;  // chunks of dv and dk of a warp
+static_assert(kDim % 32 == 0 && kBlockN % 16 == 0 && kWarps % kTeam == 0);
+static_assert(kTeam == 1 || kChunks % kJobs == 0);
+
+// Numbers in shared memory.
+constexpr int kRowsSize = kWarpRows * kDim, kKeysSize = kBlockN * kDim;
+constexpr int kWeightsSize = kBlockN * kWarpRows;
+constexpr int kWarpNumbers = 2 * (kRowsSize + kWeightsSize);
+static_assert(kTeam * kWarpNumbers >= 2 * kKeysSize);
+
+// SHORT_F64 of _attention/gpu/fp64/short_backward.py is the same struct on the host.
+struct short_f64_t {
+  operand_t dq;
+};
+
+// What a warp is at; in shared memory, since registers are scarce.
+struct warp_t {
+  // Of the entry.
+  const double *q, *dout, *out, *lse, *dlse;
+  double* dq;
+  index_t row;  // of its first query in delta
+  int summed;   // which of the entries that share k and v
+  // Of 16 queries.
+  mask_bounds_t bounds;
+  int i0, num_rows;
+  bool is_seen;       // whether one of them may see a key
+  unsigned odd_rows;  // bit n: row n has a number that is not finite
+  alignas(16) double lse_of[kWarpRows];
+  alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
+
+  __device__ const scores_t& scores() const {
+    return *reinterpret_cast<const scores_t*>(scores_bytes);
+  }
+};
+
+struct block_t {
+  offsets_t<3> kept;           // offsets of the entry in the gradients
+  unsigned odd_keys[kStepsN];  // bit n: key n of 16 has a number that is not finite
+  exp2_table_t exp2;
+  warp_t warps[kWarps];
+};
+
+using product_t = double[kTiles][4];  // fragments c: 16 queries, 8 keys each
+// Rows 2 g + (0, 0, 1, 1), which are columns of a chunk; columns 2 t + (0, 1, 0, 1),
+// which are keys.
+using sums_t = double[kJobs][kTiles][4];
+
+struct thread_t {
+  int warp, lane, g, t;
+
+  __device__ __forceinline__ thread_t() {
+    unsigned index = threadIdx.x;
+    ptx::launder(index);  // recompute what depends on it
+    warp = index / kWarpSize;
+    lane = index % kWarpSize;
+    g = lane / 4;
+    t = lane % 4;
+  }
+  __device__ __forceinline__ int team() const { return warp / kTeam; }
+  __device__ __forceinline__ int member() const { return warp % kTeam; }
+};
+
+__device__ __forceinline__ double* shared_keys() {
+  extern __shared__ __align__(16) unsigned char smem[];
+  return reinterpret_cast<double*>(smem);
+}
+__device__ __forceinline__ double* shared_values() { return shared_keys() + kKeysSize; }
+// q, dO, P and dS of a warp.
+__device__ __forceinline__ double* shared_rows(int warp) {
+  return shared_keys() + 2 * kKeysSize + warp * kWarpNumbers;
+}
+constexpr int kDoutAt = kRowsSize, kWeightsAt = 2 * kRowsSize;
+constexpr int kScoresAt = kWeightsAt + kWeightsSize;  // dS
+
+// The weight of a query and a key.
+__device__ __forceinline__ int weight_at(int query, int key) {
+  return place<kWarpRows>(key, query / kVec) + query % kVec;
+}
+
+__device__ __forceinline__ void sync_team(const thread_t& me) {
+  if constexpr (kTeam == 1) {
+    __syncwarp();
+  } else {
+    ptx::bar_sync<kTeam * kWarpSize>(1 + me.team());
+  }
+}
+
+// Starts copies of 16 rows by a warp; rows from `num_rows` and columns from `dim` on
+// are zeros.
+__device__ __forceinline__ void copy_16_rows(double* smem, const double* x,
+                                             index_t stride, int num_rows, int dim) {
+  constexpr int kVectors = kDim / kVec;
+  const int lane = thread_t().lane;
+  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  if (aligned && num_rows >= kWarpRows && dim == kDim) {
+#pragma unroll 8
+    for (int n = lane; n < kWarpRows * kVectors; n += kWarpSize) {
+      const int row = n / kVectors, vector = n % kVectors;
+      ptx::copy_or_fill<16>(to + place<kDim>(row, vector) * 8,
+                            x + row * stride + vector * kVec, 16);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int n = lane; n < kWarpRows * kVectors; n += kWarpSize) {
+    const int row = n / kVectors, col = n % kVectors * kVec;
+    const int left = row < num_rows ? 8 * (dim - col) : 0;
+    const unsigned at = to + place<kDim>(row, n % kVectors) * 8;
+    const double* const from = left > 0 ? x + row * stride + col : x;
+    if (aligned) {
+      ptx::copy_or_fill<16>(at, from, min(max(left, 0), 16));
+    } else {
+      ptx::copy_or_fill<8>(at, from, left > 0 ? 8 : 0);
+      ptx::copy_or_fill<8>(at + 8, left > 8 ? from + 1 : x, left > 8 ? 8 : 0);
+    }
+  }
+}
+
+// Starts copies of k and v, by all warps. Entries that are summed share them.
+__device__ __forceinline__ void copy_keys(const offsets_t<3>& kept,
+                                          const params_t& params, const grads_t& grads,
+                                          const elem_t* k, const elem_t* v, int dim,
+                                          int dim_v) {
+  const int num_keys = static_cast<int>(params.seqlen_k);
+  const tile_coord_t at = grads.entry(params, kept.of[0], 0);
+#pragma unroll 1
+  for (int n = thread_t().warp; n < 2 * kStepsN; n += kWarps) {
+    const bool is_k = n < kStepsN;
+    const int first = n % kStepsN * 16;
+    const operand_t& operand = is_k ? params.k : params.v;
+    copy_16_rows((is_k ? shared_keys() : shared_values()) + first * kDim,
+                 at.at_kv(is_k ? k : v, operand) + first * operand.row, operand.row,
+                 num_keys - first, is_k ? dim : dim_v);
+  }
+  ptx::commit_copy_group();  // some warps have no queries to copy behind
+}
+
+// Two vectors of a row as a fragment b.
+__device__ __forceinline__ void load_b(double (&b)[4], const double* near,
+                                       const double* far) {
+  const double2 x = ptx::load_here(near), y = ptx::load_here(far);
+  b[0] = x.x, b[1] = x.y, b[2] = y.x, b[3] = y.y;
+}
+
+// c = rows keys^T. As in backward.cuh, holds enclose each product, together with the
+// loads for the next one; `count` is any number >= 0.
+__device__ __forceinline__ void dot(product_t& c, const double* rows,
+                                    const double* keys, int count) {
+  const thread_t me;
+  const int near = place<kDim>(me.g, me.t), far = place<kDim>(me.g, 4 + me.t);
+  constexpr int kProducts = kChunks * kTiles;
+  // From 32 keys on, a fragment a serves so many products that it needs no second
+  // place.
+  constexpr int kPlaces = kTiles > 2 ? 1 : 2;
+  double a[kPlaces][8], b[2][4];
+  const auto load_a = [&](int step) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const double2 x = ptx::load_here(rows + near + 8 * h * kDim + 16 * step);
+      const double2 y = ptx::load_here(rows + far + 8 * h * kDim + 16 * step);
+      double (&to)[8] = a[step % kPlaces];
+      to[h] = x.x, to[2 + h] = x.y, to[4 + h] = y.x, to[6 + h] = y.y;
+    }
+  };
+  const auto load_keys = [&](int product) {
+    const int at = 8 * (product % kTiles) * kDim + 16 * (product / kTiles);
+    load_b(b[product % 2], keys + near + at, keys + far + at);
+  };
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+  load_a(0);
+  load_keys(0);
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int step = i / kTiles, n = i % kTiles;
+    ptx::hold(count, i);
+    if (i + 1 < kProducts) load_keys(i + 1);
+    // Not before the first product of a step: the previous product may still be reading
+    // these registers.
+    if (kPlaces == 2 && n == 1 && step + 1 < kChunks) load_a(step + 1);
+    if (kPlaces == 1 && n == 0 && step > 0) load_a(step);
+    add_product(c[n], a[step % kPlaces], b[i % 2]);
+  }
+}
+
+// The columns of a chunk in 16 rows, as fragment a: rows 2 g and 2 g + 1 of it are
+// columns, slots are rows. `lane_rows` are rows 2 t and 2 t + 1 from vector g on.
+__device__ __forceinline__ void load_columns(double (&a)[8],
+                                             const double* const (&lane_rows)[2],
+                                             int at) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const double2 x = ptx::load_here(lane_rows[i % 2] + 8 * (i / 2) * kDim + at);
+    a[2 * i] = x.x;
+    a[2 * i + 1] = x.y;
+  }
+}
+
+// sums[kFirst ...] += (weights rows)^T in kCount chunks of columns, over 16 queries.
+template <int kFirst, int kCount>
+__device__ __forceinline__ void add_transposed(sums_t& sums, const double* weights,
+                                               const double* rows, int chunk,
+                                               int count) {
+  const thread_t me;
+  const double* const lane_rows[2] = {
+      rows + place<kDim>(2 * me.t, me.g) + 16 * chunk,
+      rows + place<kDim>(2 * me.t + 1, me.g) + 16 * chunk};
+  const double* const near = weights + place<kWarpRows>(me.g, me.t);
+  const double* const far = weights + place<kWarpRows>(me.g, 4 + me.t);
+  // A sum is added kDelay products later: it is complete by then. Two tiles of weights
+  // stay in registers, of more each product loads one.
+  constexpr int kProducts = kCount * kTiles, kDelay = 2;
+  double a[2][8], b[2][4], sum[kDelay + 1][4];
+  const auto load_weights = [&](int product) {
+    if (kTiles == 2 && product >= 2) return;
+    const int at = product % kTiles * 8 * kWarpRows;
+    load_b(b[product % 2], near + at, far + at);
+  };
+  load_columns(a[0], lane_rows, 0);
+  load_weights(0);
+#pragma unroll
+  for (int i = 0; i < kProducts + kDelay; ++i) {
+    const int done = i - kDelay;
+    if (done >= 0) {
+      double (&total)[4] = sums[kFirst + done / kTiles][done % kTiles];
+      ptx::hold(count, 2 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[e] += sum[done % (kDelay + 1)][e];
+      // Otherwise the assembler moves all additions behind all products.
+      ptx::hold(count, 2 * i + 1, total);
+    } else {
+      ptx::hold(count, 2 * i + 1);
+    }
+    if (i >= kProducts) continue;
+    const int c = i / kTiles, n = i % kTiles;
+    if (i + 1 < kProducts) load_weights(i + 1);
+    if (n == 1 && c + 1 < kCount) {
+      load_columns(a[(c + 1) % 2], lane_rows, 16 * (c + 1));
+    }
+    double (&own)[4] = sum[i % (kDelay + 1)];
+    own[0] = own[1] = own[2] = own[3] = 0;
+    add_product(own, a[c % 2], b[n % 2]);
+  }
+}
+
+// sum(dO * out) of a row, by a warp; 0 where out is 0, even if dO is NaN.
+__device__ __forceinline__ double dot_out(const double* out, index_t col_stride,
+                                          const double* dout, int dim, bool& has_out) {
+  double sum = 0;
+#pragma unroll 1
+  for (int d = thread_t().lane; d < dim; d += kWarpSize) {
+    const double o = out[d * col_stride];
+    if (o != 0) sum = fma_of(o, dout[d], sum);
+    has_out |= o != 0;
+  }
+  has_out = __any_sync(kFullMask, has_out);
+  return warp_reduce(sum, [](double a, double b) { return a + b; });
+}
+
+// Zeroes the numbers of 16 rows that are not finite, by a warp; returns the rows that
+// had some, as bits, to lane 0.
+__device__ __forceinline__ unsigned clean(double* rows) {
+  unsigned odd = 0;
+#pragma unroll 1
+  for (int n = thread_t().lane; n < kRowsSize; n += kWarpSize) {
+    if (is_finite(rows[n])) continue;
+    rows[n] = 0;
+    odd |= 1u << n / kDim;
+  }
+  return warp_reduce(odd, [](unsigned a, unsigned b) { return a | b; });
+}
+
+// P and dS of the 16 queries of this warp, into shared memory; delta, and terms of
+// dsinks.
+__device__ __forceinline__ void weigh(const block_t& block, const params_t& params,
+                                      const grads_t& grads, bool is_exact,
+                                      double* delta, double* sink_terms, int* found) {
+  const thread_t me;
+  const warp_t& own = block.warps[me.warp];
+  double* const rows = shared_rows(me.warp);
+  double* const weights = rows + kWeightsAt;
+  double* const score_grads = rows + kScoresAt;
+  const auto plus = [](double a, double b) { return a + b; };
+  product_t c;
+  dot(c, rows, shared_keys(), own.num_rows);
+
+  double l[2] = {};
+  bool sees_odd = false;  // something visible is not finite
+  const exp2_t exp2(block.exp2);
+  const auto make = [&](auto check) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int query = me.g + 8 * (e / 2), key = 8 * n + 2 * me.t + e % 2;
+        // The compiler would start the next before the end of this one, and run out of
+        // registers.
+        if (kHasSoftcap) ptx::hold(own.num_rows, 1000 + 4 * n + e);
+        double derivative;
+        const double p = weight_of<check.value>(
+            c[n][e], own.bounds.sees(query, key), exp2, own.scores(), params.scale,
+            own.i0 + query, key, own.lse_of[query], derivative);
+        l[e / 2] += p;
+        c[n][e] = p;
+        if constexpr (kHasDerivative) {
+          score_grads[weight_at(query, key)] = p * derivative;
+        }
+        if (check.value && is_exact && !is_unseen(p)) {
+          sees_odd |= (own.odd_rows >> query | block.odd_keys[n / 2] >> key % 16) & 1;
+        }
+      }
+    }
+  };
+  if (!kTerms && !is_exact && own.bounds.sees_all(kWarpRows, kBlockN)) {
+    make(flag_t<false>{});
+  } else {
+    make(flag_t<true>{});
+  }
+  if (sees_odd) *found = 1;
+
+  // Lane t < 2 has row g + 8 t.
+  l[0] = warp_reduce<4>(l[0], plus);
+  l[1] = warp_reduce<4>(l[1], plus);
+  const int own_row = me.g + 8 * (me.t % 2);
+  const double l_of = me.t % 2 == 0 ? l[0] : l[1], lse_of = own.lse_of[own_row];
+  const scores_t& scores = own.scores();
+  const bool exists = own_row < own.bounds.num_queries && own_row < own.num_rows;
+  double sink = 0;
+  if constexpr (kHasSinks) {
+    const double score = scores.sink();
+    if (exists && score != -infinity<double>()) sink = exp_diff_exact(score, lse_of);
+  }
+  const bool is_whole = sums_to_one(l_of + sink, lse_of);
+  const double factor_of_row = is_whole ? 1 / (l_of + sink) : 1;
+  // A row that sees nothing adds to dsinks alone.
+  bool needs_out = kHasSinks ? !is_whole || l_of == 0 : !is_whole && l_of != 0;
+  if (is_exact) {
+    const unsigned odd = __ballot_sync(kFullMask, sees_odd);
+    needs_out |= (odd >> 4 * me.g & 15) != 0;
+  }
+  const unsigned ask_out = __ballot_sync(kFullMask, exists && needs_out && me.t < 2);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const double factor = __shfl_sync(kFullMask, factor_of_row, 4 * me.g + r);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int at = weight_at(me.g + 8 * r, 8 * n + 2 * me.t + e);
+        weights[at] = c[n][2 * r + e] * factor;
+        if constexpr (kHasDerivative) score_grads[at] *= factor;
+      }
+    }
+  }
+
+  dot(c, rows + kDoutAt, shared_values(), own.num_rows);
+  double delta_of[2] = {};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    if (n % 2 == 0) ptx::hold(own.num_rows, 2000 + n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const double p = weights[weight_at(me.g + 8 * (e / 2), 8 * n + 2 * me.t + e % 2)];
+      if (!is_unseen(p)) delta_of[e / 2] = fma_of(p, c[n][e], delta_of[e / 2]);
+    }
+  }
+  delta_of[0] = warp_reduce<4>(delta_of[0], plus);
+  delta_of[1] = warp_reduce<4>(delta_of[1], plus);
+  bool has_out = true;  // of lane t < 2
+  if (ask_out != 0) {
+#pragma unroll 1
+    for (int n = 0; n < kWarpRows; ++n) {
+      const int lane = n % 8 * 4 + n / 8;
+      if ((ask_out >> lane & 1) == 0) continue;
+      bool any = false;
+      const double sum =
+          dot_out(own.out + (own.i0 + n) * params.out.row, params.out.col,
+                  own.dout + (own.i0 + n) * grads.dout.row,
+                  static_cast<int>(params.head_dim_v), any);
+      if (n % 8 == me.g) delta_of[0] = n < 8 ? sum : delta_of[0];
+      if (n % 8 == me.g) delta_of[1] = n < 8 ? delta_of[1] : sum;
+      if (lane == me.lane) has_out = any;
+    }
+  }
+  double delta_of_row = me.t % 2 == 0 ? delta_of[0] : delta_of[1];
+  if (own.dlse != nullptr && exists) {
+    const double down = own.dlse[(own.i0 + own_row) * grads.dlse.row];
+    // The lse of a row that sees no key is the sink, which then receives its gradient
+    // unless that is not finite.
+    const bool is_sink = kHasSinks && !has_out && lse_of == scores.sink();
+    if (!is_sink || is_finite(down)) delta_of_row -= down;
+  }
+  if (!exists) delta_of_row = 0;
+  if (me.t < 2 && own_row < own.num_rows) {
+    const index_t row = own.row + own.i0 + own_row;
+    delta[row] = delta_of_row;
+    if (kHasSinks && sink_terms != nullptr) {
+      sink_terms[row] = sink == 0 ? 0 : -sink * factor_of_row * delta_of_row;
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const double of_row = __shfl_sync(kFullMask, delta_of_row, 4 * me.g + r);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (n % 2 == 0) ptx::hold(own.num_rows, 3000 + n + r);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int at = weight_at(me.g + 8 * r, 8 * n + 2 * me.t + e);
+        const double p = weights[at];
+        const double by_score = kHasDerivative ? score_grads[at] : p;
+        const double ds = by_score * (c[n][2 * r + e] - of_row);
+        score_grads[at] = is_unseen(p) ? -0.0 : ds;  // avoids 0 * NaN
+      }
+    }
+  }
+}
+
+// Writes dq of the 16 queries of this warp; returns whether a number is not finite.
+__device__ __forceinline__ bool write_dq(double* dq, const operand_t& strides,
+                                         int num_rows, bool is_seen, int dim,
+                                         double scale) {
+  const thread_t me;
+  const bool aligned =
+      strides.col == 1 && dim % 2 == 0 &&
+      (reinterpret_cast<unsigned long long>(dq) % 16 | strides.row % 2) == 0;
+  bool nonfinite = false;
+  const auto store = [&](int chunk, const double (&sums)[2][4]) {
+    const int col = 16 * chunk + 2 * me.g;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int row = 8 * (n / 2) + 2 * me.t + n % 2;
+      const double x = sums[n / 2][n % 2] * scale, y = sums[n / 2][2 + n % 2] * scale;
+      nonfinite |= !is_finite(x) || !is_finite(y);
+      if (row >= num_rows || col >= dim) continue;
+      double* const to = dq + row * strides.row + col * strides.col;
+      if (aligned) {
+        *reinterpret_cast<double2*>(to) = {x, y};
+      } else {
+        to[0] = x;
+        if (col + 1 < dim) to[strides.col] = y;
+      }
+    }
+  };
+  if (!is_seen) {
+    const double zeros[2][4] = {};
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) store(chunk, zeros);
+    return false;
+  }
+  const double* const keys = shared_keys();
+  const double* const lane_rows[2] = {keys + place<kDim>(2 * me.t, me.g),
+                                      keys + place<kDim>(2 * me.t + 1, me.g)};
+  // Key 2 t + e, query g + 8 h.
+  const volatile double* const score_grads = shared_rows(me.warp) + kScoresAt;
+  int near[2][2];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    near[n / 2][n % 2] = weight_at(me.g + 8 * (n / 2), 2 * me.t + n % 2);
+  }
+  // Up to 16 keys, dS stays in registers.
+  constexpr bool kStays = kStepsN == 1;
+  constexpr int kProducts = kChunks * kStepsN * 2;
+  double a[2][8], b[kStays ? 2 * kStepsN : 2][4], sums[2][2][4];
+  const auto load_grads = [&](int product) {
+    if (kStays && product >= 2 * kStepsN) return;
+    const int step = product / 2 % kStepsN, h = product % 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = (16 * step + 8 * (i / 2)) * kWarpRows;
+      b[kStays ? product : h][i] = score_grads[near[h][i % 2] + at];
+    }
+  };
+  load_columns(a[0], lane_rows, 0);
+  load_grads(0);
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int fragment = i / 2, h = i % 2;
+    const int chunk = fragment / kStepsN, step = fragment % kStepsN;
+    ptx::hold(num_rows, i);
+    if (i + 1 < kProducts) load_grads(i + 1);
+    if (h == 1 && i + 1 < kProducts) {
+      const int next = fragment + 1;
+      load_columns(a[next % 2], lane_rows,
+                   next % kStepsN * 16 * kDim + next / kStepsN * 16);
+    }
+    double (&sum)[4] = sums[chunk % 2][h];
+    if (step == 0) sum[0] = sum[1] = sum[2] = sum[3] = 0;
+    add_product(sum, a[fragment % 2], b[kStays ? 2 * step + h : h]);
+    // The sums of the chunk before are complete by now.
+    if (step == kStepsN - 1 && h == 1 && chunk > 0) {
+      store(chunk - 1, sums[(chunk - 1) % 2]);
+    }
+  }
+  store(kChunks - 1, sums[(kChunks - 1) % 2]);
+  return nonfinite;
+}
+
+// dv and dk of each team take the place of its queries, as rows of keys.
+__device__ __forceinline__ void share_sums(const sums_t& sums) {
+  const thread_t me;
+#pragma unroll
+  for (int j = 0; j < kJobs; ++j) {
+    const int job = me.member() * kJobs + j;
+    double* const rows =
+        shared_rows(me.warp - me.member()) + (job < kChunks ? 0 : kKeysSize);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int key = 8 * n + 2 * me.t + e;
+        *reinterpret_cast<double2*>(rows +
+                                    place<kDim>(key, job % kChunks * 8 + me.g)) = {
+            sums[j][n][e], sums[j][n][2 + e]};
+      }
+    }
+  }
+}
+
+// Writes the sums of all teams, `rows` of the first, to an entry of dv or dk, which is
+// gradient `side` of grads; of a loop that is shared, to the terms of a split.
+__device__ __forceinline__ void write_sums(grad_t* to, index_t offset,
+                                           const double* rows, int side, int cols,
+                                           index_t split, const params_t& params,
+                                           const grads_t& grads, double scale) {
+  to += offset;
+  if constexpr (kSplitsLoop) to += split * grads.num_kept * params.seqlen_k * cols;
+  const int num_keys = static_cast<int>(params.seqlen_k);
+#pragma unroll 1
+  for (int n = threadIdx.x; n < num_keys * kDim; n += kNumThreads) {
+    const int key = n / kDim, col = n % kDim;
+    if (col >= cols) continue;
+    const double* const from = rows + place<kDim>(key, col / kVec) + col % kVec;
+    double sum = 0;
+#pragma unroll
+    for (int team = 0; team < kTeams; ++team) sum += from[team * kTeam * kWarpNumbers];
+    to[key * grads.row[side] + col * grads.col[side]] = sum * scale;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_short_f64(BACKWARD_PARAMETERS,
+                            const elem_t* __restrict__ out,   // as dout
+                            const accum_t* __restrict__ lse,  // (batch, heads, queries)
+                            const accum_t* __restrict__ dlse,  // as lse, or null
+                            accum_t* __restrict__ delta,       // as lse, contiguous
+                            accum_t* __restrict__ sink_terms,  // as delta, or null
+                            elem_t* __restrict__ dq,           // as q
+                            LOOP_PARAMETERS grad_t* dk,  // as k, summed over entries
+                            grad_t* dv,                  // as v, summed over entries
+                            int* __restrict__ found,     // 1: something is not finite
+                            SCORE_PARAMETERS, const __grid_constant__ grads_t grads,
+                            const __grid_constant__ short_f64_t more) {
+  __shared__ block_t block;
+  static_assert(sizeof(block_t) <= 3072);  // _STATIC_SMEM of the host
+
+  const index_t work = work_index(num_splits);
+  if (work >= grads.num_kept) return;
+  if (threadIdx.x == 0) block.kept = locate(grads.kept, work);
+  if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
+  if (threadIdx.x < kStepsN) block.odd_keys[threadIdx.x] = 0;
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+  if (thread_t().lane == 0) block.warps[thread_t().warp].summed = -1;
+  __syncthreads();  // `block` is complete
+  copy_keys(block.kept, params, grads, k, v, dim, dim_v);
+  // The tiles of all summed entries are one sequence.
+  const int tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
+  int first = 0, last = static_cast<int>(grads.num_summed) * tiles;
+  if constexpr (kSplitsLoop) {
+    const index_t split = split_index(num_splits), units = last;
+    first = static_cast<int>(divide(units * split, num_splits));
+    last = static_cast<int>(divide(units * (split + 1), num_splits));
+  }
+
+  // Starts copies of the queries of a unit of this warp.
+  const auto fetch = [&](int unit, double* rows) {
+    const thread_t me;
+    warp_t& own = block.warps[me.warp];
+    __syncwarp();  // all lanes have read what was there
+    if (unit >= last) return;
+    if (me.lane == 0) {
+      const int summed = unit / tiles;
+      if (summed != own.summed) {
+        const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
+        own.q = at.at(q, params.q);
+        own.dout = at.at(dout, grads.dout);
+        own.out = at.at(out, params.out);
+        own.lse = at.at(lse, grads.lse);
+        own.dlse = dlse == nullptr ? nullptr : at.at(dlse, grads.dlse);
+        own.dq = at.at(dq, more.dq);
+        own.row = at.row_of_heads * params.seqlen_q;
+        own.summed = summed;
+        new (own.scores_bytes) scores_t(at, SCORE_ARGUMENTS);
+      }
+      const int i0 = (unit - summed * tiles) * kBlockM + me.member() * kWarpRows;
+      own.i0 = i0;
+      own.num_rows = static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows));
+      own.bounds = own.scores().mask_bounds(i0, 0);
+      own.is_seen = kHasSinks ? min(own.num_rows, own.bounds.num_queries) > 0
+                              : sees_any(own.bounds, own.num_rows, kBlockN);
+      own.odd_rows = 0;
+    }
+    __syncwarp();
+    if (!own.is_seen) return;
+    const int num = min(own.num_rows, own.bounds.num_queries);
+    copy_16_rows(rows, own.q + own.i0 * params.q.row, params.q.row, num, dim);
+    copy_16_rows(rows + kDoutAt, own.dout + own.i0 * grads.dout.row, grads.dout.row,
+                 num, dim_v);
+    if (me.lane < kWarpRows) {
+      ptx::copy_or_fill<8>(
+          static_cast<unsigned>(__cvta_generic_to_shared(own.lse_of + me.lane)),
+          own.lse + (me.lane < num ? (own.i0 + me.lane) * grads.lse.row : 0),
+          me.lane < num ? 8 : 0);
+    }
+    ptx::commit_copy_group();
+  };
+
+  sums_t sums;
+  bool is_exact = false;
+#pragma unroll 1
+  while (true) {
+#pragma unroll
+    for (int n = 0; n < kJobs * kTiles; ++n) {
+      double (&sum)[4] = sums[n / kTiles][n % kTiles];
+      sum[0] = sum[1] = sum[2] = sum[3] = 0;
+    }
+    bool nonfinite = false;
+    int unit = first + thread_t().team();
+    fetch(unit, shared_rows(thread_t().warp));
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // k and v have arrived
+    if (is_exact) {
+#pragma unroll 1
+      for (int n = thread_t().warp; n < 2 * kStepsN; n += kWarps) {
+        const unsigned odd = clean(shared_keys() + n * kRowsSize);
+        if (thread_t().lane == 0 && odd != 0) {
+          atomicOr(&block.odd_keys[n % kStepsN], odd);
+        }
+      }
+      __syncthreads();  // the cleaned values are stored
+    }
+#pragma unroll 1
+    for (; unit < last; unit += kTeams) {
+      ptx::wait_copy_groups<0>();
+      __syncwarp();
+      {
+        const thread_t me;
+        warp_t& own = block.warps[me.warp];
+        if (own.is_seen) {
+          if (is_exact) {
+            const unsigned odd =
+                clean(shared_rows(me.warp)) | clean(shared_rows(me.warp) + kDoutAt);
+            if (me.lane == 0) own.odd_rows = odd;
+            __syncwarp();
+          }
+          weigh(block, params, grads, is_exact, delta, sink_terms, found);
+        } else if (me.lane < own.num_rows) {
+          const index_t row = own.row + own.i0 + me.lane;
+          delta[row] = 0;
+          if (kHasSinks && sink_terms != nullptr) sink_terms[row] = 0;
+        }
+        sync_team(me);  // P and dS are complete
+      }
+      {
+        const thread_t me;
+        const int first_warp = me.warp - me.member();
+        if constexpr (kTeam == 1) {
+          if (block.warps[me.warp].is_seen) {
+            const double* const rows = shared_rows(me.warp);
+            add_transposed<0, kChunks>(sums, rows + kWeightsAt, rows + kDoutAt, 0,
+                                       block.warps[me.warp].num_rows);
+            add_transposed<kChunks, kChunks>(sums, rows + kScoresAt, rows, 0,
+                                             block.warps[me.warp].num_rows);
+          }
+        } else {
+          const int job = me.member() * kJobs;
+          const bool is_dv = job < kChunks;
+#pragma unroll 1
+          for (int n = 0; n < kTeam; ++n) {
+            if (!block.warps[first_warp + n].is_seen) continue;
+            const double* const rows = shared_rows(first_warp + n);
+            add_transposed<0, kJobs>(sums, rows + (is_dv ? kWeightsAt : kScoresAt),
+                                     rows + (is_dv ? kDoutAt : 0), job % kChunks,
+                                     block.warps[first_warp + n].num_rows);
+          }
+        }
+        sync_team(me);  // all have read the tile
+      }
+      {
+        const thread_t me;
+        const warp_t& own = block.warps[me.warp];
+        double* const to = own.dq + own.i0 * more.dq.row;
+        const int num_rows = own.num_rows;
+        const bool is_seen = own.is_seen;
+        fetch(unit + kTeams, shared_rows(me.warp));
+        nonfinite |= write_dq(to, more.dq, num_rows, is_seen, dim, params.scale);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kJobs * kTiles * 4; ++n) {
+      nonfinite |= !is_finite(sums[n / (4 * kTiles)][n / 4 % kTiles][n % 4]);
+    }
+    if (is_exact) {
+      if (nonfinite) *found = 1;
+      break;
+    }
+    if (!__syncthreads_or(nonfinite)) break;
+    is_exact = true;
+    if (thread_t().lane == 0) block.warps[thread_t().warp].summed = -1;
+  }
+
+  __syncthreads();  // all warps have read what was there
+  share_sums(sums);
+  __syncthreads();  // the sums are complete
+  const index_t split = split_index(num_splits);
+  write_sums(dv, block.kept.of[2], shared_rows(0), 1, dim_v, split, params, grads, 1);
+  write_sums(dk, block.kept.of[1], shared_rows(0) + kKeysSize, 0, dim, split, params,
+             grads, params.scale);
+}

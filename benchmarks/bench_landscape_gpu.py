@@ -36,7 +36,7 @@ import cupyflash
 from cupyflash._cli import console
 
 REPORT = timing.RESULTS / "landscape_h100.json"
-REPORT_OF_GRADIENTS = timing.RESULTS / "landscape_vjp_h100.json"
+REPORT_OF_GRADIENTS = timing.RESULTS / "landscape_vjp_h200.json"
 # What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
 _MOST_WORK = {"float16": 2e12, "float32": 2e11, "float64": 1e11}
 _MOST_NUMBERS = 3e8

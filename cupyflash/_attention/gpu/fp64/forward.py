@@ -33,7 +33,7 @@ class Tile:
     in_registers: int = 0  # steps of 16 columns of q that each warp keeps in registers
     min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
     only_plain: bool = False  # score options would need too many registers
-    before_hopper: bool = False  # instead of those with 3 buffers, which spill there
+    if_others_spill: bool = False  # instead of those with 3 buffers
 
     @property
     def drifts(self) -> bool:
@@ -80,6 +80,14 @@ def unsupported_reason(
     return None
 
 
+def _spills_drifting(problem: AttentionProblem, device: Device) -> bool:
+    """Whether kernels with 3 buffers have too few registers."""
+    if device.cc < (9, 0):
+        return True
+    is_crowded = problem.softcap > 0 and problem.alibi_slopes is not None
+    return device.arch == "sm_100" and is_crowded
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorFloat64Kernel(ForwardSpec):
     """float64 tensor cores.
@@ -108,13 +116,13 @@ class TensorFloat64Kernel(ForwardSpec):
 
     def _tiles(self, problem, device):
         """The tiles that fit on `device`, all with the block_n of the first."""
-        dims = self._dims(problem)
+        dims, drifts = self._dims(problem), not _spills_drifting(problem, device)
         tiles = [
             tile
             for tile in kernel.by_threshold(self.tiles, max(dims))
             if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
-            and (not tile.drifts or device.cc >= (9, 0))
-            and (not tile.before_hopper or device.cc < (9, 0))
+            and (drifts or not tile.drifts)
+            and not (drifts and tile.if_others_spill)
             and not (tile.only_plain and attention_config.has_terms(problem))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
@@ -187,24 +195,24 @@ TILED_F64 = TensorFloat64Kernel(
             Tile(64, 32, 3),
             Tile(32, 32, 3),
             Tile(16, 32, 3),
-            Tile(64, 32, 2, before_hopper=True),
-            Tile(32, 32, 2, before_hopper=True),
-            Tile(16, 32, 2, before_hopper=True),
+            Tile(64, 32, 2, if_others_spill=True),
+            Tile(32, 32, 2, if_others_spill=True),
+            Tile(16, 32, 2, if_others_spill=True),
         ),
         192: (
             Tile(64, 16, 3, sharers=2),
             Tile(32, 16, 3, sharers=2),
             Tile(16, 16, 3, sharers=2),
-            Tile(64, 32, 2, sharers=2, before_hopper=True),
-            Tile(32, 32, 2, sharers=2, before_hopper=True),
-            Tile(16, 32, 2, sharers=2, before_hopper=True),
+            Tile(64, 32, 2, sharers=2, if_others_spill=True),
+            Tile(32, 32, 2, sharers=2, if_others_spill=True),
+            Tile(16, 32, 2, sharers=2, if_others_spill=True),
         ),
         256: (
             Tile(64, 16, 3, sharers=2, in_registers=1),
             Tile(32, 16, 3, sharers=2),
             Tile(16, 16, 3, sharers=2),
-            Tile(32, 16, 2, sharers=2, before_hopper=True),
-            Tile(16, 16, 2, sharers=2, before_hopper=True),
+            Tile(32, 16, 2, sharers=2, if_others_spill=True),
+            Tile(16, 16, 2, sharers=2, if_others_spill=True),
         ),
     },
 )

@@ -159,7 +159,8 @@ class ShortFloat64VjpKernel(BackwardSpec):
 
     def configs(self, forward, batch_dims, device, everything):
         team = self.team(forward, device, forward.group_size)
-        for splits in (1, 2):
+        is_long = forward.group_size * forward.seqlen_q >= _LONG_LOOP
+        for splits in (1, 2) if is_long else (1,):
             yield self.config("all", team, forward, batch_dims, "float64", 1, splits)
 
 

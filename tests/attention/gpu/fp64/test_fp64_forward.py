@@ -103,6 +103,20 @@ def test_tiles_of_a_problem_sum_in_the_same_order(head_dim, terms):
 # --- results -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("arch", "options", "buffers"),
+    [
+        ("sm_90a", {"softcap": 30.0, "alibi_slopes": "float64"}, 3),
+        ("sm_100", {"softcap": 30.0}, 3),
+        ("sm_100", {"softcap": 30.0, "alibi_slopes": "float64"}, 2),
+        ("sm_80", {}, 2),
+    ],
+)
+def test_two_buffers_where_kernels_with_three_spill(arch, options, buffers):
+    asked, device = problem(128, **options), _device.device_of_arch(arch)
+    assert ROW.tile(asked, device).slots == buffers
+
+
 def check(q, k, v, arrays=None, **options):
     import cupy
 

@@ -83,6 +83,7 @@ _ATTENTION_SHAPES = {
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
     "few rows": (40, 60, 64, 48),
+    "few keys": (300, 13, 64, 48),
     "short entries": (40, 33, 64, 48),  # many of them
     "tiny entries": (4, 4, 8, 8),
     "one query": (1, 100, 64, 64),  # of many entries
@@ -113,7 +114,7 @@ _KINDS = {
         "wider heads",
     ),
     "attention_vjp": (
-        "plain", "few queries", "few rows", "short entries", "tiny entries",
+        "plain", "few queries", "few rows", "few keys", "short entries", "tiny entries",
         "one query", "wide heads", "odd heads", "copied heads",
     ),
 }  # fmt: skip
@@ -225,7 +226,7 @@ def _cases(backend, dtypes):
 # Checked in one dtype only: each takes seconds to compile.
 _DTYPES_OF_KIND = dict.fromkeys(
     ("wide heads", "wider heads", "odd heads", "copied heads"), ("bfloat16",)
-) | {"few rows": ("float32",)}
+) | {"few rows": ("float32",), "few keys": ("float32", "float64")}
 
 
 def _dtypes_of(function):

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import small_entries
 import vjp_laws
 from accuracy import to_host
 from placing import FORMS, place
@@ -424,7 +425,16 @@ def test_few_tiles(cupy, rng, seqlens, causal, dim):
         np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
+@pytest.fixture
+def no_short(monkeypatch):
+    """Leave few keys to this row, too."""
+    small_entries.change_tables(
+        monkeypatch, lambda rows: tuple(row for row in rows if row.name != "mma_short")
+    )
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("no_short")
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (72, 40)])
 @pytest.mark.parametrize("seqlen_k", [1, 77, 127, 128, 129])
 @pytest.mark.parametrize("name", BOUNDS)

@@ -150,6 +150,8 @@ class Tuning:
             return "takes all keys of a head"
         if problem.group_size > 1:
             return f"takes one query head per head of k, not {problem.group_size}"
+        if not num_heads(problem):
+            return "there are no heads"
         queries, keys = problem.seqlen_q, problem.seqlen_k
         if not 1 <= keys <= _MOST_KEYS:
             return f"takes entries with 1 to {_MOST_KEYS} keys, not {keys}"

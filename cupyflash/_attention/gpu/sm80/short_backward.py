@@ -102,7 +102,10 @@ class MmaShortVjpKernel(BackwardSpec):
         ladder = self.keys_of_few_heads[ITEMSIZE[forward.dtype]]
         most_keys = by_threshold(ladder, forward.seqlen_q)
         if forward.seqlen_k > most_keys:
-            return f"takes up to {most_keys} keys of {heads} heads of k"
+            return (
+                f"takes up to {most_keys} keys of as few as {heads} heads of k, "
+                f"not {forward.seqlen_k}"
+            )
         return None
 
     def warps(self, forward: AttentionProblem) -> int:

@@ -71,8 +71,24 @@ def test_takes(arch, dtype, queries, keys, dim):
     assert row is GEMV_VJP
 
 
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("queries", [1, 2, 8, 40, 900])
+@pytest.mark.parametrize("keys", [1, 9, 40, 700])
+def test_another_row_takes_calls_without_heads(dtype, queries, keys):
+    empty = {"num_heads": 0, "num_kv_heads": 0, "batch": (3,)}
+    for asked in (
+        problem(dtype, 64, queries, keys, batch=(0,)),
+        problem(dtype, 64, queries, keys, **empty),
+    ):
+        row, _ = kernel.select(ATTENTION_KERNELS, asked, device())
+        assert row is not GEMV
+        row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device())
+        assert row is not GEMV_VJP
+
+
 REFUSED = [
     (problem("bfloat16"), "sm_75", "needs sm_80"),
+    (problem(batch=(0,)), "sm_90a", "there are no heads"),
     (problem(queries=9), "sm_90a", "queries, not 9"),
     (problem(queries=0), "sm_90a", "queries, not 0"),
     (problem(keys=4097), "sm_90a", "1 to 4096 keys, not 4097"),
@@ -501,6 +517,18 @@ def check_both(cupy, rng, dtype, size, batch=(5,), **options):
         "gemv", cupy, rng, dtype, size, (2, 2), batch,
         makes_forward=dtype != "float64", **options,
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+def test_no_heads(cupy, dtype, shape):
+    """Of an empty batch, or of none."""
+    q, k = (cupy.ones((*shape, n, 64), dtype_of(dtype)) for n in (1, 40))
+    out, lse = cupyflash.attention(q, k, k, return_lse=True)
+    assert out.shape == q.shape
+    found = cupyflash.attention_vjp(out, q, k, k, out, lse)
+    assert [x.shape for x in found[:3]] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ import timing
 import cupyflash
 from cupyflash._cli import console
 
-REPORT = timing.RESULTS / "landscape_h100.json"
+REPORT = timing.RESULTS / "landscape_h200.json"
 REPORT_OF_GRADIENTS = timing.RESULTS / "landscape_vjp_h200.json"
 # What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
 _MOST_WORK = {"float16": 2e12, "float32": 2e11, "float64": 1e11}
@@ -275,10 +275,8 @@ _MATRICES = tuple(
 def cells():
     """All that are measured."""
     kinds = (
-        *((d, "float16", "plain") for d in (32, 64, 128, 256)),
-        (64, "float32", "plain"),
-        (64, "float16", "causal"),
-        (64, "float16", "bias"),
+        *((d, dtype, "plain") for dtype in _MOST_WORK for d in (32, 64, 128, 256)),
+        *itertools.product((64,), _MOST_WORK, ("causal", "bias")),
     )
     found = [
         Attention(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)
@@ -290,11 +288,8 @@ def cells():
 def gradient_cells():
     """Those of --gradients."""
     kinds = (
-        *((d, "float16", "plain") for d in (64, 128)),
-        (64, "float32", "plain"),
-        (64, "float16", "causal"),
-        (64, "float64", "plain"),
-        (64, "float64", "causal"),
+        *((d, dtype, "plain") for dtype in _MOST_WORK for d in (32, 64, 128, 256)),
+        *((64, dtype, "causal") for dtype in _MOST_WORK),
     )
     found = [
         AttentionVjp(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)

@@ -436,7 +436,7 @@ def draw(rows, path):
     found = panels(rows)
     columns = min(4, len(found))
     lines = -(-len(found) // columns)
-    figure = Figure(figsize=(4.4 * columns, 3.8 * lines), layout="constrained")
+    figure = Figure(figsize=(4.4 * columns, 3.4 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     image = None
     for number, (title, panel) in enumerate(found.items()):
@@ -451,15 +451,16 @@ def draw(rows, path):
         )  # fmt: skip
         for (i, j), value in np.ndenumerate(values):
             if np.isfinite(value):
-                axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=7)
+                text = f"{value:.2g}" if value < 10 else f"{value:.0f}"
+                axes.text(j, i, text, ha="center", va="center", fontsize=7)
         is_softmax = not title.startswith("attention")
-        axes.set_xticks(range(len(across)), across)
+        axes.set_xticks(range(len(across)), across, fontsize=8)
         axes.set_yticks(range(len(panel)), panel)
         axes.set_xlabel("columns" if is_softmax else "keys")
         axes.set_ylabel("rows" if is_softmax else "batch x queries")
         axes.set_title(title, fontsize=9)
     figure.colorbar(image, ax=figure.axes, label="log2 of the ratio", shrink=0.5)
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
     print(f"Picture: {path}")
 
 

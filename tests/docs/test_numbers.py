@@ -136,7 +136,7 @@ def test_every_number_of_a_card_has_a_step(numbers):
     """One command measures what is shown; what one machine measured once is named."""
     # Experiments, quoted with a date, what needs two cards, and what needs torch.
     once = {"long_keys_h200", "hopper_terms_h200", "attention_h200"}
-    once |= {"two_gpus_h100", "two_gpus_h200", "triton_h100", "landscape_h100"}
+    once |= {"two_gpus_h100", "two_gpus_h200", "triton_h100", "landscape_h200"}
     once |= {"two_gpus_dask_h200", "landscape_vjp_h200"}
     once |= {"flex_h100", "flex_h200", "flex_changes_h200"}
     files = {Path(name).stem for step in numbers.STEPS for name in step.writes}

@@ -10,9 +10,13 @@
 //
 // operands  (tensor, entries, granules) of kBytesOperand: kParts tiles of kGranule rows
 //         in the layout of shared memory, and their statistics. First q and dO of all
-//         heads, then k and v of theirs. Nonfinite numbers are replaced by 0
+//         heads, then k and v of theirs. Nonfinite numbers are replaced by 0. A tile of
+//         more than 128 columns is kColumnWarps tiles, one after the other
 // stats   (entries, granules of queries, 3, kGranule)  float: lse in log2, delta, and
 //         the factor of the weights of the row
+//
+// Two warps share the rows of more than 128 columns: each multiplies half of the
+// columns and adds the other's sums to its own, so that both have the same S and dP.
 //
 // Where few blocks have long loops, several share one (loop_splits.cuh). Sums of splits
 // are (splits, entries, rows, columns).
@@ -26,6 +30,7 @@
 #include "attention/simt/long_sums.cuh"
 #include "attention/simt/loop_splits.cuh"
 #include "attention/sm80/backward.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/registers.cuh"
 
 #ifndef STAGES
@@ -36,6 +41,11 @@ static_assert(kSplits);
 constexpr int kGranule = 32;     // rows
 constexpr int kStages = STAGES;  // granules of the rows walked over, in shared memory
 static_assert(kStages == 1 || kStages == 2);
+// Warps that share rows, and the columns of each.
+constexpr int kColumnWarps = kHeadDim > 128 ? 2 : 1;
+constexpr int kColumns = kHeadDim / kColumnWarps;
+constexpr int kRowWarps = kNumWarps / kColumnWarps;
+constexpr unsigned kBytesColumns = kGranule * kColumns * 2;  // their part of a part
 // The granules of an array are rounded up to those of the largest tile.
 constexpr int kLargestTile = 128;
 constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;
@@ -46,6 +56,18 @@ constexpr unsigned kBytesStats = 3 * kGranule * 4;
 __device__ __forceinline__ int granules_of(index_t num_rows) {
   return static_cast<int>((num_rows + kLargestTile - 1) / kLargestTile) *
          (kLargestTile / kGranule);
+}
+
+// The rows of this warp, and its columns.
+__device__ __forceinline__ int row_warp() {
+  return kColumnWarps == 1 ? warp_index() : warp_index() % kRowWarps;
+}
+__device__ __forceinline__ int column_warp() {
+  return kColumnWarps == 1 ? 0 : warp_index() / kRowWarps;
+}
+// The columns of this warp in an operand.
+__device__ __forceinline__ unsigned columns_of(const unsigned char* operand) {
+  return shared_address(operand) + column_warp() * kBytesColumns;
 }
 
 // Statistics of a granule.
@@ -154,7 +176,7 @@ __device__ __forceinline__ bool run_ends_between(int first, int next, int last) 
 
 // Tensor cores truncate: they sum 32 columns or rows; sums are added with rounding.
 constexpr int kApart = 2;
-constexpr int kSteps = kHeadDim / 16;
+constexpr int kSteps = kColumns / 16;
 static_assert(kSteps % kApart == 0 && kGranule == 16 * kApart);
 
 // Pairs of tiles of 8 columns computed side by side; with two, 128 columns spill.
@@ -223,11 +245,11 @@ __device__ __forceinline__ void add_times(float (&to)[kRows][kCols][4],
   }
 }
 
-// s = a b^T times `unit`, over kHeadDim columns.
+// s = a b^T times `unit`, over the columns of this warp.
 template <bool kMirrored, int kRows, int kCols>
 __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols][4],
-                                                         const tile_t<kHeadDim>& a,
-                                                         const tile_t<kHeadDim>& b,
+                                                         const tile_t<kColumns>& a,
+                                                         const tile_t<kColumns>& b,
                                                          float unit) {
   static_assert(kCols % (2 * kPairs) == 0);
   clear(s);
@@ -267,11 +289,79 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
   }
 }
 
-// sums += a b times the units of rows, over 16 kSummed rows of a granule b.
-template <int kSummed, int kRows, int kCols>
+// What warps that share rows tell each other: kSlots arrays of accumulators of each. A
+// slot is written again only after a barrier of the block.
+template <int kSlots, int kRows, int kCols> struct exchange_t {
+  static constexpr int kEach = kRows * kCols;
+  static constexpr unsigned kBytes =
+      kColumnWarps == 1 ? 0 : kSlots * kNumWarps * kEach * kWarpSize * sizeof(float4);
+  float4* memory;
+
+  __device__ __forceinline__ float4* of(int slot, int warp) const {
+    return memory + (slot * kNumWarps + warp) * (kEach * kWarpSize) + lane_index();
+  }
+  // Tells the sums over this warp's columns.
+  template <int kOwn>
+  __device__ __forceinline__ void tell(int slot,
+                                       const float (&x)[kRows][kOwn][4]) const {
+    if constexpr (kColumnWarps == 1) return;
+    float4* const to = of(slot, warp_index());
+#pragma unroll
+    for (int n = 0; n < kRows * kOwn; ++n) {
+      const float (&own)[4] = x[n / kOwn][n % kOwn];
+      to[n * kWarpSize] = make_float4(own[0], own[1], own[2], own[3]);
+    }
+  }
+  // Keeps words of this lane where it told sums, once the other warp has read them.
+  template <typename Words>
+  __device__ __forceinline__ void keep(int slot, const Words& words) const {
+    static_assert(sizeof(words) <= kEach * sizeof(float4));
+    uint4* const to = reinterpret_cast<uint4*>(of(slot, warp_index()));
+    const unsigned* const x = reinterpret_cast<const unsigned*>(&words);
+#pragma unroll
+    for (int n = 0; n < sizeof(words) / sizeof(uint4); ++n) {
+      to[n * kWarpSize] =
+          make_uint4(x[4 * n], x[4 * n + 1], x[4 * n + 2], x[4 * n + 3]);
+    }
+  }
+  template <typename Words>
+  __device__ __forceinline__ void take_back(int slot, Words& words) const {
+    const uint4* const from = reinterpret_cast<const uint4*>(of(slot, warp_index()));
+    unsigned* const x = reinterpret_cast<unsigned*>(&words);
+#pragma unroll
+    for (int n = 0; n < sizeof(words) / sizeof(uint4); ++n) {
+      const uint4 word = from[n * kWarpSize];
+      x[4 * n] = word.x, x[4 * n + 1] = word.y;
+      x[4 * n + 2] = word.z, x[4 * n + 3] = word.w;
+    }
+  }
+  // Waits for the warp that shares the rows.
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kColumnWarps > 1) {
+      ptx::bar_sync<kColumnWarps * kWarpSize>(1 + row_warp());
+    }
+  }
+  // Adds what it told.
+  template <int kOwn>
+  __device__ __forceinline__ void add(int slot, float (&x)[kRows][kOwn][4]) const {
+    if constexpr (kColumnWarps == 1) return;
+    static_assert(kColumnWarps <= 2);
+    const float4* const from = of(slot, (warp_index() + kRowWarps) % kNumWarps);
+#pragma unroll
+    for (int n = 0; n < kRows * kOwn; ++n) {
+      const float4 other = from[n * kWarpSize];
+      float (&own)[4] = x[n / kOwn][n % kOwn];
+      own[0] += other.x, own[1] += other.y, own[2] += other.z, own[3] += other.w;
+    }
+  }
+};
+
+// sums += a b times the units of rows, over 16 kSummed rows of a granule b. The
+// compiler may fetch fragments of kRegion tiles of columns ahead.
+template <int kRegion = 8, int kSummed, int kRows, int kCols>
 __device__ __forceinline__ void add_product_in_parts(
     float (&sums)[kRows][kCols][4], const unsigned (&a)[kSummed][kRows][kParts][4],
-    const tile_t<kHeadDim>& b, const units_t<kRows>& unit) {
+    const tile_t<kColumns>& b, const units_t<kRows>& unit) {
   static_assert(kCols % (2 * kPairs) == 0);
 #pragma unroll
   for (int n = 0; n < kCols; n += 2 * kPairs) {
@@ -291,7 +381,7 @@ __device__ __forceinline__ void add_product_in_parts(
     }
     add_times(sums, sum, n, [&](int m, int e) { return unit.of[m][e / 2]; });
     // Keeps the compiler from holding fragments of more columns in registers.
-    if (n % 8 == 6) ptx::end_region(unit.of[0][0] < 0);
+    if (n % kRegion == kRegion - 2) ptx::end_region(unit.of[0][0] < 0);
   }
 }
 

@@ -11,13 +11,15 @@
 //            causal ones are longest
 // Tiles      k, v     kBlockN / kGranule operands   shared, loaded once
 //            q, dO    one of each            shared, kStages of them
-//            S, dP, dk, dv  a warp has 16 kKeyTiles keys
+//            S, dP, dk, dv  a warp has 16 kKeyTiles keys, and kColumns of dk and dv
+//            S, dP    of each warp           shared, where two share keys
+//            With one stage dO comes while S is computed, and q during dv
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly L2
 // Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_mma_split_queries
 #include "attention/sm80/fp32_backward.cuh"
 
-constexpr int kKeyTiles = kBlockN / (16 * kNumWarps), kQueryTiles = kGranule / 8;
+constexpr int kKeyTiles = kBlockN / (16 * kRowWarps), kQueryTiles = kGranule / 8;
 constexpr int kGranules = kBlockN / kGranule;
 // dk and dv together, or only one of them where registers do not hold both.
 #if !defined(MAKES_DK) || !defined(MAKES_DV)
@@ -25,8 +27,12 @@ constexpr int kGranules = kBlockN / kGranule;
 #endif
 constexpr bool kMakesDk = MAKES_DK, kMakesDv = MAKES_DV;
 constexpr int kHalves = kKeyTiles;
-static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN &&
+// P is in shared memory while other products are computed, for lack of registers.
+constexpr bool kKeepsP = kColumnWarps > 1 && kMakesDk&& kMakesDv;
+constexpr int kRegion = kKeepsP ? 4 : 8;
+static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kRowWarps == kBlockN &&
               kGranules * kGranule == kBlockN);
+static_assert(kColumnWarps == 1 || kHalves == 1);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads need of a block and of an entry; too much for registers.
@@ -39,7 +45,7 @@ struct view_t {
 };
 
 // This warp's first key within the tile.
-__device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles); }
+__device__ __forceinline__ int key_0() { return row_warp() * (16 * kKeyTiles); }
 
 // Stores dk and dv of the tile of keys, and reports a number that is not finite.
 template <typename SumsK, typename SumsV>
@@ -52,15 +58,16 @@ __device__ __forceinline__ void store(grad_t* dk, grad_t* dv, const SumsK& sums_
   const auto kept = locate(grads.kept, view.kept);
   float nonfinite = 0;
   if constexpr (kMakesDk) {
-    nonfinite +=
-        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
-                   sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
-                   num_keys, static_cast<int>(params.head_dim));
+    nonfinite += store_sums(
+        dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0], sums_k,
+        static_cast<float>(params.scale) / kLift, key_0(), column_warp() * kColumns,
+        num_keys, static_cast<int>(params.head_dim));
   }
   if constexpr (kMakesDv) {
-    nonfinite += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1],
-                            grads.col[1], sums_v, 1 / kLift, key_0(), 0, num_keys,
-                            static_cast<int>(params.head_dim_v));
+    nonfinite +=
+        store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                   sums_v, 1 / kLift, key_0(), column_warp() * kColumns, num_keys,
+                   static_cast<int>(params.head_dim_v));
   }
   if (nonfinite != 0) found->nonfinite = 1;
 }
@@ -82,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   unsigned char* const smem_v = smem_k + kGranules * kBytesOperand;
   unsigned char* const stages = smem_v + kGranules * kBytesOperand;
   constexpr unsigned kBytesStage = 2 * kBytesOperand + kBytesStats;
+  const exchange_t<2, kKeyTiles, kQueryTiles> exchange = {
+      reinterpret_cast<float4*>(stages + kStages * kBytesStage)};
 
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   {
@@ -98,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   const differentiate_t differentiate(params, found);
 
-  frag_t<kKeyTiles, kMakesDk ? kHeadDim / 8 : 1> sums_k;
-  frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
+  frag_t<kKeyTiles, kMakesDk ? kColumns / 8 : 1> sums_k;
+  frag_t<kKeyTiles, kMakesDv ? kColumns / 8 : 1> sums_v;
   clear(sums_k);
   clear(sums_v);
   two_level_sum_t<float, decltype(sums_k), kTwoLevelSums && kMakesDk> two_level_k;
@@ -139,6 +148,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
         const index_t granule = i0 / kGranule;
         copy_bytes<kBytesOperand>(to, view.operands.q + granule * kBytesOperand);
+      }
+      if constexpr (kStages == 1) ptx::commit_copies();
+    };
+    auto load_rest = [&](int i0) {
+      if (i0 < view.last) {
+        unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
+        const index_t granule = i0 / kGranule;
         copy_bytes<kBytesOperand>(to + kBytesOperand,
                                   view.operands.dout + granule * kBytesOperand);
         copy_bytes<kBytesStats>(to + 2 * kBytesOperand,
@@ -152,6 +168,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     };
     shown_tiles_t<kGranule> tiles;
     load_queries(tiles.next(view.first, view.last, shown));
+    if constexpr (kStages == 2) load_rest(tiles.next(view.first, view.last, shown));
 
     // The first tile is found again: kept across the copies it costs registers.
 #pragma unroll 1
@@ -161,14 +178,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule has arrived; the previous one has been read
       if constexpr (kStages == 2) load_queries(i0 + tiles.distance);
+      load_rest(kStages == 2 ? i0 + tiles.distance : i0);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
       const unsigned char* const operand_dout = operand_q + kBytesOperand;
       const float* const rows =
           reinterpret_cast<const float*>(operand_q + 2 * kBytesOperand);
       const unsigned operand = key_0() / kGranule * kBytesOperand;
-      const float unit_q = tile_stats_of(operand_q).from_parts;
-      const float unit_dout = tile_stats_of(operand_dout).from_parts;
 
       // Numbers of this lane's queries, by tile of 8.
       auto of_queries = [&](int which, int n) {
@@ -176,16 +192,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         return *reinterpret_cast<const float2*>(rows + which * kGranule + column);
       };
 
-      // dv first: afterwards dP can use the registers of the product.
+      // dv first if both are there: afterwards dP can use the registers of the product.
       parts_t<kKeyTiles> p[kApart];
       frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
       units_t<kKeyTiles> from_p;
       {
         frag_t<kKeyTiles, kQueryTiles> s;
         multiply_scores_in_parts<true>(
-            s, left<kHeadDim>(shared_address(smem_k) + operand, key_0() % kGranule),
-            right<kHeadDim>(shared_address(operand_q), 0),
-            unit_q * tile_stats_of(smem_k + operand).from_parts);
+            s, left<kColumns>(columns_of(smem_k) + operand, key_0() % kGranule),
+            right<kColumns>(columns_of(operand_q), 0),
+            tile_stats_of(operand_q).from_parts *
+                tile_stats_of(smem_k + operand).from_parts);
+        exchange.tell(0, s);
+        if constexpr (kStages == 1) {
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // dO and statistics have arrived; all warps have told
+          if constexpr (!kMakesDk) load_queries(i0 + tiles.distance);
+        } else {
+          exchange.wait();
+        }
+        exchange.add(0, s);
         const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
         const mask_bounds_t bounds = view.seen.at(i0, 0);
         const int first_key = kHasTerms ? view.j0 : 0;
@@ -215,12 +241,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           weigh([&](int i, int j) { return bounds.sees(i, j); });
         }
         from_p = as_parts(p, s);
+        if constexpr (kKeepsP) {
+          exchange.wait();  // the other warp has read the sums in the place of P
+          exchange.keep(0, p);
+        }
       }
-      if constexpr (kMakesDv) {
-        add_product_in_parts(sums_v, p,
-                             summed<kHeadDim>(shared_address(operand_dout), 0),
-                             from_p * kLift * unit_dout);
-      }
+      auto add_to_dv = [&] {
+        if constexpr (kMakesDv) {
+          add_product_in_parts<kRegion>(
+              sums_v, p, summed<kColumns>(columns_of(operand_dout), 0),
+              from_p * kLift * tile_stats_of(operand_dout).from_parts);
+        }
+      };
+      if constexpr (kStages == 2) add_to_dv();
       // dP and dS for half of the queries at a time, if registers do not hold all.
       if constexpr (kMakesDk) {
         constexpr int kSteps = kApart / kHalves;
@@ -228,9 +261,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         for (int first = 0; first < kApart; first += kSteps) {
           frag_t<kKeyTiles, 2 * kSteps> ds;
           multiply_scores_in_parts<true>(
-              ds, left<kHeadDim>(shared_address(smem_v) + operand, key_0() % kGranule),
-              right<kHeadDim>(shared_address(operand_dout), 16 * first),
-              unit_dout * tile_stats_of(smem_v + operand).from_parts);
+              ds, left<kColumns>(columns_of(smem_v) + operand, key_0() % kGranule),
+              right<kColumns>(columns_of(operand_dout), 16 * first),
+              tile_stats_of(operand_dout).from_parts *
+                  tile_stats_of(smem_v + operand).from_parts);
+          exchange.tell(1, ds);
+          exchange.wait();
+          exchange.add(1, ds);
+          if constexpr (kKeepsP) exchange.take_back(0, p);
 #pragma unroll
           for (int n = 0; n < 2 * kSteps; ++n) {
             const int tile = 2 * first + n;
@@ -247,14 +285,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
           unsigned parts[kSteps][kKeyTiles][kParts][4];
           const auto from_ds = as_parts(parts, ds);
-          add_product_in_parts(sums_k, parts,
-                               summed<kHeadDim>(shared_address(operand_q), 16 * first),
-                               from_ds * kLift * from_p * unit_q);
+          add_product_in_parts<kRegion>(
+              sums_k, parts, summed<kColumns>(columns_of(operand_q), 16 * first),
+              from_ds * kLift * from_p * tile_stats_of(operand_q).from_parts);
         }
       }
       if constexpr (kStages == 1) {
-        __syncthreads();  // all warps have read the granule
-        load_queries(i0 + tiles.distance);
+        if constexpr (kMakesDk) {
+          __syncthreads();  // all warps have read q
+          load_queries(i0 + tiles.distance);
+        }
+        if constexpr (kKeepsP) exchange.take_back(0, p);
+        add_to_dv();
       }
       if (run_ends_between(i0, i0 + tiles.distance, view.last)) end_run();
     }

@@ -14,16 +14,19 @@
 //            causal ones are longest
 // Tiles      q, dO    kBlockM / kGranule operands   shared, loaded once
 //            k, v     one of each            shared, kStages of them
-//            S, dP, dq  a warp has 16 kRowTiles queries
+//            S, dP, dq  a warp has 16 kRowTiles queries, and kColumns of dq
+//            S, dP    of each warp           shared, where two share queries
+//            With one stage v comes while the other products are computed, and k during
+//            dP
 // Memory     global: q, dO and dq once; k and v once per tile of queries, mostly L2
 // Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     head_dim and head_dim_v up to kHeadDim, padded with zeros; fewer than 2^29
 //            queries and keys; sm_80 or newer
 #include "attention/sm80/fp32_backward.cuh"
 
-constexpr int kRowTiles = kBlockM / (16 * kNumWarps), kKeyTiles = kGranule / 8;
+constexpr int kRowTiles = kBlockM / (16 * kRowWarps), kKeyTiles = kGranule / 8;
 constexpr int kGranules = kBlockM / kGranule;
-static_assert(kRowTiles * 16 * kNumWarps == kBlockM && kGranules * kGranule == kBlockM);
+static_assert(kRowTiles * 16 * kRowWarps == kBlockM && kGranules * kGranule == kBlockM);
 static_assert(kRowTiles <= 2 && kBlockN == kGranule && kLargestTile % kBlockM == 0);
 
 // Scores are off by up to 2^-38 of scale * head_dim * max |q| * max |k| in addition to
@@ -41,7 +44,7 @@ struct view_t {
 
 // The first of this lane's queries, within the tile.
 __device__ __forceinline__ int row() {
-  return warp_index() * (16 * kRowTiles) + lane_index() / 4;
+  return row_warp() * (16 * kRowTiles) + lane_index() / 4;
 }
 
 // Whether positions let some query of a granule see some key of another.
@@ -120,6 +123,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   unsigned char* const smem_q = smem;
   unsigned char* const smem_dout = smem_q + kGranules * kBytesOperand;
   unsigned char* const stages = smem_dout + kGranules * kBytesOperand;
+  const exchange_t<2, kRowTiles, kKeyTiles> exchange = {
+      reinterpret_cast<float4*>(stages + kStages * 2 * kBytesOperand)};
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const work_tile_t work(work_index(num_splits), section, grads.num_kept, num_tiles);
@@ -148,13 +153,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __syncthreads();  // the view is complete
   copy_bytes<kGranules * kBytesOperand>(smem_q, view.operands.q);
   copy_bytes<kGranules * kBytesOperand>(smem_dout, view.operands.dout);
-  auto load_keys = [&](int j0) {
+  auto load = [&](const unsigned char* from, int j0, int which) {
+    unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesOperand);
     if (j0 < view.last) {
-      unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesOperand);
-      const index_t from = index_t(j0 / kGranule) * kBytesOperand;
-      copy_bytes<kBytesOperand>(to, view.operands.k + from);
-      copy_bytes<kBytesOperand>(to + kBytesOperand, view.operands.v + from);
+      copy_bytes<kBytesOperand>(to + which * kBytesOperand,
+                                from + index_t(j0 / kGranule) * kBytesOperand);
     }
+  };
+  auto load_keys = [&](int j0) {
+    load(view.operands.k, j0, 0);
+    if constexpr (kStages == 2) load(view.operands.v, j0, 1);
+    ptx::commit_copies();
+  };
+  auto load_values = [&](int j0) {
+    load(view.operands.v, j0, 1);
     ptx::commit_copies();
   };
   auto shown = [&](int j) {
@@ -162,7 +174,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                         j + kGranule);
   };
   shown_tiles_t<kGranule> tiles;
-  load_keys(tiles.next(view.first, view.last, shown));
+  if constexpr (kStages == 2) {
+    load_keys(tiles.next(view.first, view.last, shown));
+  } else {
+    load_values(tiles.next(view.first, view.last, shown));
+  }
   if (__syncthreads_or(has_nonfinite_pairs(view, scores, params))) {
     ptx::wait_copy_groups<0>();
     if (threadIdx.x == 0) found->nonfinite = 1;
@@ -182,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     total[r] = 0;
   }
 
-  frag_t<kRowTiles, kHeadDim / 8> sums;
+  frag_t<kRowTiles, kColumns / 8> sums;
   clear(sums);
   two_level_sum_t<float, decltype(sums)> two_level;
   two_level_sum_t<float, decltype(total)> two_level_total;
@@ -195,24 +211,38 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     tiles.step<kStages == 2>(j0, view.last, shown);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule has arrived; the previous one has been read
-    if constexpr (kStages == 2) load_keys(j0 + tiles.distance);
+    load_keys(kStages == 2 ? j0 + tiles.distance : j0);
     const unsigned char* const operand_k =
         stages + j0 / kGranule % kStages * (2 * kBytesOperand);
     const unsigned char* const operand_v = operand_k + kBytesOperand;
-    const int own = warp_index() * (16 * kRowTiles);
+    const int own = row_warp() * (16 * kRowTiles);
     const unsigned operand = own / kGranule * kBytesOperand;
-    const float unit_k = tile_stats_of(operand_k).from_parts;
 
     frag_t<kRowTiles, kKeyTiles> s, dp;
+    auto multiply_values = [&] {
+      multiply_scores_in_parts<false>(
+          dp, left<kColumns>(columns_of(smem_dout) + operand, own % kGranule),
+          right<kColumns>(columns_of(operand_v), 0),
+          tile_stats_of(smem_dout + operand).from_parts *
+              tile_stats_of(operand_v).from_parts);
+      exchange.tell(1, dp);
+    };
+    if constexpr (kStages == 1) {
+      multiply_values();
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // k has arrived; v has been read
+      load_values(j0 + tiles.distance);
+    }
+    const float unit_k = tile_stats_of(operand_k).from_parts;
     multiply_scores_in_parts<false>(
-        s, left<kHeadDim>(shared_address(smem_q) + operand, own % kGranule),
-        right<kHeadDim>(shared_address(operand_k), 0),
+        s, left<kColumns>(columns_of(smem_q) + operand, own % kGranule),
+        right<kColumns>(columns_of(operand_k), 0),
         tile_stats_of(smem_q + operand).from_parts * unit_k);
-    multiply_scores_in_parts<false>(
-        dp, left<kHeadDim>(shared_address(smem_dout) + operand, own % kGranule),
-        right<kHeadDim>(shared_address(operand_v), 0),
-        tile_stats_of(smem_dout + operand).from_parts *
-            tile_stats_of(operand_v).from_parts);
+    exchange.tell(0, s);
+    if constexpr (kStages == 2) multiply_values();
+    exchange.wait();
+    exchange.add(0, s);
+    exchange.add(1, dp);
 
     const int first_row = row(), first_column = lane_index() % 4 * 2;
     const mask_bounds_t bounds = view.seen.at(0, j0);
@@ -244,12 +274,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for (int r = 0; r < kRows; ++r) total[r] += sum[r];
     parts_t<kRowTiles> ds[kApart];
     const auto from_ds = as_parts(ds, dp);
-    add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(operand_k), 0),
+    add_product_in_parts(sums, ds, summed<kColumns>(columns_of(operand_k), 0),
                          from_ds * kLift * unit_k);
-    if constexpr (kStages == 1) {
-      __syncthreads();  // all warps have read the granule
-      load_keys(j0 + tiles.distance);
-    }
     if (run_ends_between(j0, j0 + tiles.distance, view.last)) {
       two_level.end(sums);
       two_level_total.end(total);
@@ -269,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const int i = view.i0 + row() + 8 * r;
       const index_t of_entry =
           split_index(num_splits) * grads.num_kept + view.row_of_heads;
-      if (lane_index() % 4 == 0 && i < params.seqlen_q) {
+      if (column_warp() == 0 && lane_index() % 4 == 0 && i < params.seqlen_q) {
         stats[of_entry * params.seqlen_q + i] = x;
       }
       continue;
@@ -277,11 +303,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if constexpr (kHasSinks) x += total_of_sink(scores, log_sum[r]);
     const float factor = factor_of(x, log_sum[r]);
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       sums[r / 2][n][r % 2 * 2] *= factor;
       sums[r / 2][n][r % 2 * 2 + 1] *= factor;
     }
-    if (lane_index() % 4 == 0) {
+    if (column_warp() == 0 && lane_index() % 4 == 0) {
       const int i = view.i0 + row() + 8 * r;
       float* const to = stats +
                         (view.row_of_heads * granules + i / kGranule) * (3 * kGranule) +
@@ -300,6 +326,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const float nonfinite = store_sums(
       dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0], grads.row[0],
       grads.col[0], sums, static_cast<float>(params.scale) / kLift,
-      warp_index() * (16 * kRowTiles), 0, num_rows, static_cast<int>(params.head_dim));
+      row_warp() * (16 * kRowTiles), column_warp() * kColumns, num_rows,
+      static_cast<int>(params.head_dim));
   if (nonfinite != 0) found->nonfinite = 1;
 }

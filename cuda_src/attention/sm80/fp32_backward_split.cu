@@ -17,9 +17,12 @@ constexpr int kSpread = 20;
 constexpr int kMostExponent = 40;
 
 constexpr int kChunks = kHeadDim / kElemsOfChunk;
-constexpr int kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;  // per row
+// Of a row: whole rows need not be whole warps.
+constexpr int kLanes = kChunks % kWarpSize == 0 ? kWarpSize : 16;
 constexpr int kEach = kGranule * kChunks / kNumThreads;
-static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks == 0);
+static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks == 0 &&
+              kChunks % kLanes == 0);
+constexpr int kChunksOfWarp = kColumns / 8;  // of 16 bytes
 
 // Gathered by all threads: bits of magnitudes.
 struct gathered_t {
@@ -123,9 +126,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     split(high, chunk[n][2] * to_parts, chunk[n][3] * to_parts);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<uint2*>(parts + part * kBytesPart +
-                                tile_t<kHeadDim>::offset(row, column / 2) +
-                                column % 2 * 8) = make_uint2(low[part], high[part]);
+      unsigned char* const columns =
+          parts + part * kBytesPart + column / 2 / kChunksOfWarp * kBytesColumns;
+      *reinterpret_cast<uint2*>(
+          columns + tile_t<kColumns>::offset(row, column / 2 % kChunksOfWarp) +
+          column % 2 * 8) = make_uint2(low[part], high[part]);
     }
   }
   if (threadIdx.x < kBytesTileStats / sizeof(tile_stats_t)) {

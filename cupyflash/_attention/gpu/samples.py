@@ -108,10 +108,18 @@ def representative():
     for dtype in ("bfloat16", "float32", "float64"):
         yield with_functions(made_up(dtype)), 1
         yield with_functions(made_up(dtype, 128, softcap=30.0)), 1
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 192, 256):
         tf32 = made_up("float32", head_dim, precision="tf32")
         yield tf32, 1
         yield replace(tf32, bias="float32", mask="bool"), 1
+    for head_dim in (192, 256):
+        wide = made_up("float32", head_dim)
+        yield wide, 1
+        yield replace(wide, right=0), 1
+        yield replace(wide, bias="float32", mask="bool"), 1
+        yield replace(wide, softcap=30.0, alibi_slopes="float32"), 1
+        yield replace(wide, **_ALL_OPTIONS), 2
+        yield with_functions(wide), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
     yield from _few()

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits, spec
@@ -25,12 +25,14 @@ from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
 
 # Head dimensions that are compiled; zeros pad.
-DIMS = (64, 128)
+DIMS = (64, 128, 192, 256)
 
 # kGranule, kLargestTile, kBytesTileStats and kBytesStats of
 # attention/sm80/fp32_backward.cuh.
 _GRANULE, _LARGEST_TILE, _TILE_STATS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS, _WARP = 128, 32
+# Above, two warps share rows and exchange 16 x 32 sums (exchange_t).
+_WIDE, _EXCHANGED = 128, 2 * 16 * _GRANULE * 4
 _STATIC = 256  # bytes of static shared memory of a block, at most
 # Blocks that leave multiprocessors idle share loops of so many granules or more, and
 # each gets at least so many of them.
@@ -53,7 +55,8 @@ class MmaSplitVjpTile:
         """Bytes of shared memory of a part."""
         num_tiles = 2 * self.rows // _GRANULE + 2 * self.stages
         stats = self.stages * _STATS if part == "_keys" else 0
-        return num_tiles * split_tile_bytes(dim, parts) + stats
+        exchanged = self.num_threads // _WARP * _EXCHANGED if dim > _WIDE else 0
+        return num_tiles * split_tile_bytes(dim, parts) + stats + exchanged
 
     def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
@@ -65,6 +68,11 @@ class MmaSplitVjpTile:
 def split_tile_bytes(dim: int, parts: int) -> int:
     """kBytesOperand of attention/sm80/fp32_backward.cuh."""
     return parts * _GRANULE * dim * 2 + _TILE_STATS
+
+
+def prepare_threads(dim: int) -> int:
+    """Threads that split a granule: whole rows of it at a time."""
+    return max(dim, _PREPARE_THREADS)
 
 
 def granules(num_rows: int) -> int:
@@ -90,7 +98,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     """FlashAttention-2 gradients by mma.sync, for float32 as float16 parts.
 
     `tiles` belong to the kernels "_queries" and "_keys", without and with score options
-    (bias, mask, softcap, alibi), which need registers.
+    (bias, mask, softcap, alibi), which need registers, as long sums of wide heads do.
     """
 
     tiles: dict[tuple[str, bool], _Tiles]
@@ -142,12 +150,17 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     ) -> MmaSplitVjpTile | None:
         """The best tile of a kernel that fits on `device`."""
         dim, parts = self.dim(forward), self.parts(forward)
-        tiles = self.tiles[part, has_terms(forward)][dim]
+        tiles = self._tiles(part, forward)
         if part == "_queries" and forward.seqlen_q <= _GRANULE:
             tiles = (*self.few_queries[dim], *tiles)
         return next(
             (tile for tile in tiles if tile.fits(part, dim, parts, device)), None
         )
+
+    def _tiles(self, part, forward):
+        dim = self.dim(forward)
+        is_long = dim > _WIDE and bool(two_level_sum(forward, part[1:]))
+        return self.tiles[part, has_terms(forward) or is_long][dim]
 
     def num_splits(self, part, forward, device, blocks: int) -> int:
         """Blocks that share the loop of one of `blocks`."""
@@ -168,7 +181,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
-        threads, smem = _PREPARE_THREADS, 0
+        threads = prepare_threads(dim) if part == "_prepare" else _PREPARE_THREADS
+        smem = 0
         switches: dict[str, Any] = {
             "BLOCK_M": _GRANULE,
             "BLOCK_N": _GRANULE,
@@ -231,7 +245,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             yield self.config(part, None, forward, batch_dims, "float32", 1, splits)
         dim, parts = self.dim(forward), self.parts(forward)
         for part in _PARTS:
-            tiles = self.tiles[part, has_terms(forward)][dim]
+            tiles = self._tiles(part, forward)
             fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
             if not everything:
                 del fitting[1:]
@@ -277,18 +291,28 @@ _QUERIES: _Tiles = {
     ),
 }
 
+# One stage, whose copies are hidden: its two operands come at different times.
+_WIDE_FEW = (MmaSplitVjpTile(32, 128, stages=1),)
+_WIDE_TILES = (MmaSplitVjpTile(64, 256, stages=1), *_WIDE_FEW)
+_WIDE_APART = tuple(replace(tile, apart=True) for tile in _WIDE_TILES)
+_QUERIES |= {192: _WIDE_TILES, 256: _WIDE_TILES}
+
 MMA_SPLIT_VJP = MmaSplitVjpKernel(
     name="mma_split",
     dims=DIMS,
     few_queries={
         64: (MmaSplitVjpTile(32, 64, min_blocks=4), MmaSplitVjpTile(32, 64)),
         128: (MmaSplitVjpTile(32, 64, min_blocks=2), MmaSplitVjpTile(32, 64)),
+        192: _WIDE_FEW,
+        256: _WIDE_FEW,
     },
     tiles={
         ("_queries", False): _QUERIES,
         ("_queries", True): {
             64: (MmaSplitVjpTile(64, 128, min_blocks=2), MmaSplitVjpTile(128, 256)),
             128: _QUERIES[128],
+            192: _WIDE_TILES,
+            256: _WIDE_TILES,
         },
         ("_keys", False): {
             64: (
@@ -302,6 +326,8 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
                 MmaSplitVjpTile(64, 128, apart=True),
                 MmaSplitVjpTile(64, 128, stages=1, apart=True),
             ),
+            192: _WIDE_TILES,
+            256: _WIDE_TILES,
         },
         ("_keys", True): {
             64: (MmaSplitVjpTile(64, 128, min_blocks=2), MmaSplitVjpTile(128, 256)),
@@ -310,6 +336,8 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
                 MmaSplitVjpTile(64, 128, apart=True),
                 MmaSplitVjpTile(64, 128, stages=1, apart=True),
             ),
+            192: _WIDE_TILES,
+            256: _WIDE_APART,
         },
     },
 )

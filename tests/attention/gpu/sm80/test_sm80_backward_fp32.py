@@ -45,14 +45,43 @@ def test_takes(arch, precision, head_dim, options):
     assert row.name == "mma_split"
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("head_dim", [129, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
+def test_takes_wide_heads_where_two_granules_fit(arch, precision, head_dim, options):
+    """Four operands of 32 rows: more shared memory than sm_86 and others have."""
+    asked = problem(head_dim=head_dim, precision=precision, **options)
+    reason = MMA_SPLIT_VJP.unsupported_reason(asked, device(arch))
+    if precision == "float32" and arch in ("sm_86", "sm_89", "sm_120"):
+        assert "more shared memory" in reason
+    else:
+        assert reason is None
+        row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+        assert row.name == "mma_split"
+
+
+def test_long_sums_of_wide_heads_are_apart():
+    """Registers hold dk and dv with their second sums up to 192 columns."""
+    card = device("sm_90a")
+    for queries, dim, apart in (
+        (1 << 15, 256, False),
+        (1 << 16, 256, True),
+        (1 << 16, 192, False),
+    ):
+        forward = problem(head_dim=dim, seqlen_q=queries).forward
+        assert MMA_SPLIT_VJP.tile("_keys", forward, card).apart == apart
+
+
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [
         (problem("float64"), "sm_90a", "takes float32, not float64"),
         (problem("float16"), "sm_90a", "takes float32, not float16"),
         (problem(), "sm_75", "needs sm_80"),
-        (problem(head_dim=129), "sm_90a", "head_dim 129 is above 128"),
-        (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 128"),
+        (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
+        (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 256"),
+        (problem(head_dim=129), "sm_89", "more shared memory"),
         (problem(seqlen_q=63, seqlen_k=127), "sm_90a", "from 64 queries and keys on"),
         (problem(seqlen_q=127, seqlen_k=63), "sm_90a", "or 128 of either"),
         (problem(seqlen_k=0), "sm_90a", "no keys"),
@@ -134,13 +163,14 @@ def test_every_tile_is_for_some_device(part, terms, dim):
         )
         for arch in ARCHS
         for precision in ("float32", "tf32")
-    }
+    } - {None}
     assert chosen == set(MMA_SPLIT_VJP.tiles[part, terms][dim])
     for tile in chosen:
-        # Whole granules; a warp has 16 or 32 rows of one.
+        # Whole granules; a warp has 16 or 32 rows of one, with another of wide heads.
         assert tile.rows % 32 == 0
         assert 128 % tile.rows == 0
-        assert tile.rows // (tile.num_threads // 32) in (16, 32)
+        sharing = 2 if dim > 128 else 1
+        assert tile.rows // (tile.num_threads // 32 // sharing) in (16, 32)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -149,12 +179,14 @@ def test_few_queries_have_small_tiles(dim):
     chosen = set()
     for arch, queries in itertools.product(ARCHS, (1, 16, 32)):
         forward = problem(head_dim=dim, seqlen_q=queries).forward
+        if dim > 128 and arch in ("sm_86", "sm_89", "sm_120"):
+            continue  # no tile fits
         chosen.add(MMA_SPLIT_VJP.tile("_queries", forward, device(arch)))
         of_keys = MMA_SPLIT_VJP.tile("_keys", forward, device(arch))
         assert of_keys in MMA_SPLIT_VJP.tiles["_keys", False][dim]
     assert chosen == set(MMA_SPLIT_VJP.few_queries[dim])
     for tile in chosen:
-        assert (tile.rows, tile.num_threads) == (32, 64)
+        assert (tile.rows, tile.num_threads) == (32, 128 if dim > 128 else 64)
     more = problem(head_dim=dim, seqlen_q=33).forward
     tile = MMA_SPLIT_VJP.tile("_queries", more, device("sm_90a"))
     assert tile in MMA_SPLIT_VJP.tiles["_queries", False][dim]
@@ -265,6 +297,15 @@ def test_every_length(cupy, rng, forced, name, seqlens, dims):
     check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", [(64, 64), (113, 63), (300, 200), (19, 300)])
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256)])
+def test_every_length_of_wide_heads(cupy, rng, forced, name, seqlens, dims):
+    """Two warps share rows, and have half of the columns each."""
+    check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
 # Blocks share the loop over keys, that over queries, and both; a split that is empty.
 LONG_LOOPS = ((5, 1000), (1000, 3), (515, 700), (64, 2049))
 
@@ -281,7 +322,7 @@ def launches(cupy, q, k, v, dout):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("seqlens", LONG_LOOPS)
-@pytest.mark.parametrize("dims", [(64, 64), (100, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (100, 128), (256, 200)])
 def test_blocks_share_long_loops(cupy, rng, forced, name, seqlens, dims):
     check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
 
@@ -358,7 +399,11 @@ def test_shared_loops_have_the_same_bits_again(cupy, rng, forced):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dims", [(1, 1), (8, 8), (33, 65), (64, 16), (72, 72), (32, 128), (128, 3)]
+    "dims",
+    [
+        *((1, 1), (8, 8), (33, 65), (64, 16), (72, 72), (32, 128), (128, 3)),
+        *((129, 129), (133, 255), (192, 64), (200, 8), (5, 256)),
+    ],
 )
 def test_every_head_dim(cupy, rng, forced, dims):
     check(cupy, rng, dims, seqlens=(150, 200), causal=True, scale=0.1)
@@ -366,7 +411,7 @@ def test_every_head_dim(cupy, rng, forced, dims):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("head_dim", [8, 100])
+@pytest.mark.parametrize("head_dim", [8, 100, 160, 256])
 def test_every_option(cupy, rng, forced, name, head_dim):
     options = {
         n: x.astype(np.float32) if n in ("sinks", "alibi_slopes") else x
@@ -380,7 +425,7 @@ def test_every_option(cupy, rng, forced, name, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_all_options_at_once(cupy, rng, forced, head_dim):
     shape = (2, 4, 150, 170)
     options = {
@@ -407,7 +452,7 @@ def test_gradients_of_a_bias(cupy, rng, forced, name):
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (40, 1)])
 def test_query_heads_share_key_heads(cupy, rng, forced, layout, heads):
-    for dims in ((64, 64), (128, 128)):
+    for dims in ((64, 64), (128, 128), (256, 256)):
         check(cupy, rng, dims, heads, (140, 270), layout=layout, causal=True)
 
 
@@ -492,7 +537,7 @@ def as_accurate(cupy, q, k, v, dout, **options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1, 6])
 def test_as_accurate_as_the_plain_computation(
@@ -558,7 +603,7 @@ def asked(cupy, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("seqlens", [(64, 64), (300, 280), (129, 65), (1049, 63)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
 def test_ordinary_calls_need_no_repair(
@@ -609,8 +654,10 @@ def test_weights_of_a_part(cupy, rng, forced):
 
 
 @pytest.mark.gpu
-def test_tf32(cupy, rng, forced):
-    q, k, v, dout = inputs(rng, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_tf32(cupy, rng, forced, head_dim):
+    shape = 1, 2, 300, head_dim
+    q, k, v, dout = inputs(rng, q=shape, k=shape)
     exact = reference_vjp.attention_vjp(dout, q, k, v)
     grads = gradients(cupy, q, k, v, dout, precision="tf32")
     for name in ("dq", "dk", "dv"):
@@ -659,7 +706,7 @@ def test_a_call_can_be_captured(cupy, rng, forced):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_same_bits_in_every_run(cupy, rng, forced, head_dim, options):
     shapes = {"q": (2, 8, 700, head_dim), "k": (2, 2, 900, head_dim)}
     arrays = inputs(rng, **shapes)

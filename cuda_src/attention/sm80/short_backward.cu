@@ -294,7 +294,7 @@ constexpr int kKept =
 
 // dk or dv of the tiles of queries before, as accumulators of this thread: in
 // registers, if they and those of S and dP are few.
-constexpr int kMostNumbers = 72;
+constexpr int kMostNumbers = kHeadDim > 128 || kHeadDimV > 128 ? 168 : 72;
 constexpr bool kInRegisters =
     kGrouped &&
     8 * kKeyTiles + 4 * (kKept<kHeadDim> + kKept<kHeadDimV>) <= kMostNumbers;

@@ -27,8 +27,11 @@ from cupyflash._cuda.structs import Struct
 
 # Shared memory that each block has for the system.
 _SYSTEM_BYTES = 1 << 10
-# kMostNumbers of the kernel.
-_MOST_NUMBERS = 72
+# kMostNumbers of the kernel, and that of wide heads.
+_MOST_NUMBERS, _MOST_OF_WIDE = 72, 168
+# Wide heads have more columns. Their blocks have so many warps for each 16 keys, so that
+# registers hold dk and dv of several tiles; and in float32 so many queries at a time.
+_WIDE, _WARPS_OF_WIDE, _QUERIES_OF_WIDE = 128, 4, 32
 # Tiles of queries that blocks may share, and the fewest of a block.
 _LONG_LOOP, _LEAST_OF_LOOP = 8, 2
 # What a block does beside its loop, and the sums of terms, in tiles of queries.
@@ -50,17 +53,19 @@ class MmaShortVjpKernel(BackwardSpec):
     `registers` belong to most_registers(), by the largest of head dimensions, queries
     and keys; `few_keys` maps the size of an element to how many keys pay off for more
     queries than a block holds at a time. Where heads do not fill the device, blocks
-    share those queries, up to so many keys by the queries: `keys_of_few_heads`.
+    share those queries, up to so many keys by the queries: `keys_of_few_heads`. Of wide
+    heads `wide_keys` pay off, of any queries and heads.
     """
 
     registers: dict[int, dict[float, int]]
     few_keys: dict[int, int]
     keys_of_few_heads: dict[int, dict[float, int]]
+    wide_keys: dict[int, int]
     most_keys: int = 112  # more spill
     # Keys in tiles that spill in float32, and the devices from which on.
     spilling_keys: int = 104
     spills_from: tuple[int, int] = (10, 0)
-    widest: int = 128
+    widest: int = short_forward.DIMS[-1]
     # The same, and the head dimension of float32, if scores have options.
     most_keys_with_options: int = 64
     most_columns_with_options: int = 64
@@ -68,7 +73,9 @@ class MmaShortVjpKernel(BackwardSpec):
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
         most_keys = self.most_keys
-        if forward.seqlen_q > short_forward.MOST_QUERIES:
+        if _is_wide(forward):
+            most_keys = self.wide_keys.get(ITEMSIZE[forward.dtype], 0)
+        elif forward.seqlen_q > short_forward.MOST_QUERIES:
             most_keys = self.few_keys.get(ITEMSIZE[forward.dtype], 0)
         reason = short_forward.unsupported_reason(
             forward, device, MOST_COUNTED, most_keys, self.widest
@@ -99,6 +106,8 @@ class MmaShortVjpKernel(BackwardSpec):
         heads = num_kv_heads(forward)
         if heads >= device.num_sms or splits == 1:
             return short_forward.refuse_few_blocks(heads, device)
+        if _is_wide(forward):
+            return None
         ladder = self.keys_of_few_heads[ITEMSIZE[forward.dtype]]
         most_keys = by_threshold(ladder, forward.seqlen_q)
         if forward.seqlen_k > most_keys:
@@ -110,15 +119,24 @@ class MmaShortVjpKernel(BackwardSpec):
 
     def warps(self, forward: AttentionProblem) -> int:
         """Warps that share a head of k and v: one per 16 queries, or keys."""
-        return in_tiles(max(self.block_m(forward), forward.seqlen_k)) // ROWS
+        warps = in_tiles(max(self.block_m(forward), forward.seqlen_k)) // ROWS
+        if not _is_wide(forward):
+            return warps
+        tiles = in_tiles(forward.seqlen_k) // ROWS if self.sums_tiles(forward) else 1
+        return max(warps, _WARPS_OF_WIDE * tiles)
 
     def block_m(self, forward: AttentionProblem) -> int:
         """Queries that are on chip at a time."""
-        return min(in_tiles(forward.seqlen_q), short_forward.MOST_QUERIES)
+        return min(in_tiles(forward.seqlen_q), self._most_queries(forward))
+
+    def _most_queries(self, forward):
+        if _is_wide(forward) and forward.dtype == "float32":
+            return _QUERIES_OF_WIDE
+        return short_forward.MOST_QUERIES
 
     def sums_tiles(self, forward: AttentionProblem) -> bool:
         """Whether dk and dv are sums over several tiles of queries."""
-        return forward.group_size > 1 or forward.seqlen_q > short_forward.MOST_QUERIES
+        return forward.group_size > 1 or forward.seqlen_q > self._most_queries(forward)
 
     def num_splits(self, forward: AttentionProblem, device: Device) -> int:
         """Blocks that share the queries of a head of k and v.
@@ -153,7 +171,8 @@ class MmaShortVjpKernel(BackwardSpec):
         """kInRegisters of the kernel."""
         kept = 4 * sum(self._kept(forward, n) for n in dims(forward))
         is_kept = self.sums_tiles(forward)
-        return is_kept and keys_in_tiles(forward) + kept <= _MOST_NUMBERS
+        most = _MOST_OF_WIDE if _is_wide(forward) else _MOST_NUMBERS
+        return is_kept and keys_in_tiles(forward) + kept <= most
 
     def head_bytes(self, forward: AttentionProblem, stages: int = 1) -> int:
         """The size of smem_t of attention/sm80/short_backward.cu."""
@@ -232,6 +251,10 @@ class MmaShortVjpKernel(BackwardSpec):
         return (self.config(forward, batch_dims, device, splits),)
 
 
+def _is_wide(forward):
+    return max(dims(forward)) > _WIDE
+
+
 MMA_SHORT_VJP = MmaShortVjpKernel(
     name="mma_short",
     registers={
@@ -243,4 +266,5 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
     # Tuned on an H200: docs/design/lab/results/few_keys_of_few_heads_h200.json. With
     # more keys in 16 bits `hopper` is faster, unless its loops are long.
     keys_of_few_heads={2: {8192: 16, math.inf: 32}, 4: {math.inf: 64}},
+    wide_keys={2: 32, 4: 32},
 )

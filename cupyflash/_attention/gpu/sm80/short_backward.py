@@ -29,8 +29,9 @@ from cupyflash._cuda.structs import Struct
 _SYSTEM_BYTES = 1 << 10
 # kMostNumbers of the kernel, and that of wide heads.
 _MOST_NUMBERS, _MOST_OF_WIDE = 72, 168
-# Wide heads have more columns. Their blocks have so many warps for each 16 keys, so that
-# registers hold dk and dv of several tiles; and in float32 so many queries at a time.
+# Wide heads have more columns. Their blocks have so many warps for each 16 keys, so
+# that registers hold dk and dv of several tiles; and in float32 so many queries at a
+# time.
 _WIDE, _WARPS_OF_WIDE, _QUERIES_OF_WIDE = 128, 4, 32
 # Tiles of queries that blocks may share, and the fewest of a block.
 _LONG_LOOP, _LEAST_OF_LOOP = 8, 2
@@ -62,8 +63,10 @@ class MmaShortVjpKernel(BackwardSpec):
     keys_of_few_heads: dict[int, dict[float, int]]
     wide_keys: dict[int, int]
     most_keys: int = 112  # more spill
-    # Keys in tiles that spill in float32, and the devices from which on.
+    # Keys in tiles that spill in float32, of wide heads the fewest that do, and the
+    # devices from which on.
     spilling_keys: int = 104
+    spilling_wide_keys: int = 24
     spills_from: tuple[int, int] = (10, 0)
     widest: int = short_forward.DIMS[-1]
     # The same, and the head dimension of float32, if scores have options.
@@ -90,7 +93,10 @@ class MmaShortVjpKernel(BackwardSpec):
             )
         ):
             return "has too few registers for these options with such keys"
-        spills = keys_in_tiles(forward) == self.spilling_keys
+        keys = keys_in_tiles(forward)
+        spills = keys == self.spilling_keys
+        if _is_wide(forward) and self.sums_tiles(forward):
+            spills = keys >= self.spilling_wide_keys
         if spills and forward.dtype == "float32" and device.cc >= self.spills_from:
             return f"has too few registers for {forward.seqlen_k} keys"
         if self.head_bytes(forward) > device.smem_optin:
@@ -252,7 +258,7 @@ class MmaShortVjpKernel(BackwardSpec):
 
 
 def _is_wide(forward):
-    return max(dims(forward)) > _WIDE
+    return max(forward.head_dim, forward.head_dim_v) > _WIDE
 
 
 MMA_SHORT_VJP = MmaShortVjpKernel(

@@ -100,7 +100,11 @@ def test_takes_as_many_keys_as_pay(dtype, queries, keys):
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [
-        (gradient(problem(head_dim=129)), "sm_90a", "head_dim 129 is above 128"),
+        (gradient(problem(head_dim=129)), "sm_90a", "1 to 32 keys, not 40"),
+        (gradient(problem(head_dim=257)), "sm_90a", "head_dim 257 is above 256"),
+        (gradient(problem("float32", 129, keys=33)), "sm_90a", "1 to 32 keys, not 33"),
+        (gradient(problem("float32", 192, 65, 17)), "sm_100", "registers for 17 keys"),
+        (gradient(problem("float32", 256, 32, 32)), "sm_86", "shared memory"),
         (gradient(problem(), need_dbias=True), "sm_90a", "does not compute dbias"),
         (gradient(problem(), need_dsinks=True), "sm_90a", "does not compute dsinks"),
         (gradient(problem(keys=113)), "sm_90a", "1 to 112 keys, not 113"),
@@ -140,6 +144,22 @@ def test_parts_are_small_where_blocks_would_be_too_few(entries, tiles):
     defines = dict(config.variant.defines)
     assert defines["TILES_OF_BLOCK"] == str(tiles)
     assert ("LOADS_AHEAD" in defines) == (tiles > 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [129, 192, 256])
+@pytest.mark.parametrize(("queries", "keys"), [(1000, 1), (1000, 32), (40, 20)])
+def test_registers_hold_dk_of_wide_heads(dtype, dim, queries, keys):
+    """In shared memory they would leave room for few blocks."""
+    asked = problem(dtype, dim, queries, keys)
+    assert MMA_SHORT_VJP.unsupported_reason(gradient(asked), device()) is None
+    row = 4 if MMA_SHORT_VJP.sums_tiles(asked) else 1
+    assert MMA_SHORT_VJP.warps(asked) == max(4, row * -(-keys // 16))
+    assert MMA_SHORT_VJP.block_m(asked) <= (32 if dtype == "float32" else 64)
+    assert MMA_SHORT_VJP.head_bytes(asked, 1) <= device().smem_optin
+    several = queries > MMA_SHORT_VJP.block_m(asked)
+    assert MMA_SHORT_VJP.sums_tiles(asked) == several
+    assert MMA_SHORT_VJP._keeps_in_registers(asked) == several
 
 
 @pytest.mark.parametrize(
@@ -282,7 +302,10 @@ def test_gradients_go_where_their_arrays_have_them(layout):
 
 # Many queries with few keys: the last block has 4 rows, and the last tile of gradients
 # one.
-FEW_KEYS = ((260, 1, 32, 32), (129, 16, 24, 17), (193, 31, 64, 64), (100, 17, 128, 33))
+FEW_KEYS = (
+    *((260, 1, 32, 32), (129, 16, 24, 17), (193, 31, 64, 64), (100, 17, 128, 33)),
+    *((70, 3, 256, 256), (90, 30, 192, 200)),
+)
 # Of these the gradients alone are of this row.
 OTHER_FORWARD = (
     *((dtype, size) for dtype in ("float16", "bfloat16") for size in FEW_KEYS[2:]),
@@ -432,15 +455,23 @@ def test_blocks_that_share_queries_give_the_same_bits(cupy, rng, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [(30, 16, 256, 192), (20, 3, 160, 256)])
 def test_wide_heads(cupy, rng, dtype, size):
-    """Whose gradients other rows make."""
-    queries, keys, dim, dim_v = size
+    check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(530, 1, 256, 256), (517, 15, 160, 130)])
+def test_blocks_that_share_queries_of_wide_heads(cupy, rng, dtype, size):
+    check_shared(cupy, rng, dtype, size)
+    check_shared(cupy, rng, dtype, size, heads=(2, 1), causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_heads_give_the_same_bits(cupy, rng, dtype):
     batch = num_sms(cupy) + 1
-    q, k, v, _ = inputs(
-        rng, dtype, (batch, 1, queries, dim), (batch, 1, keys, dim), dim_v
-    )
-    told = cupyflash.explain("attention", *(place(cupy, x) for x in (q, k, v)))
-    assert told.kernel == "mma_short"
-    agree(cupy, *inputs(rng, dtype, q.shape, k.shape, dim_v))
+    shapes = (batch, 1, 70, 192), (batch, 1, 16, 192)
+    small_entries.check_entries_alone(cupy, rng, dtype, *shapes)
 
 
 @pytest.mark.gpu

@@ -119,6 +119,7 @@ def representative():
         yield replace(wide, bias="float32", mask="bool"), 1
         yield replace(wide, softcap=30.0, alibi_slopes="float32"), 1
         yield replace(wide, **_ALL_OPTIONS), 2
+        yield replace(wide, **{**_ALL_OPTIONS, "softcap": 0.0}), 2
         yield with_functions(wide), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()

@@ -61,16 +61,25 @@ def test_takes_wide_heads_where_two_granules_fit(arch, precision, head_dim, opti
         assert row.name == "mma_split"
 
 
-def test_long_sums_of_wide_heads_are_apart():
-    """Registers hold dk and dv with their second sums up to 192 columns."""
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ({}, False),
+        ({"query_lengths": "int32", "key_lengths": "int32", "right": 0}, False),
+        ({"mask": "bool"}, True),
+        ({"softcap": 3.0}, True),
+        ({"seqlen_q": 1 << 15}, False),
+        ({"seqlen_q": 1 << 16}, True),
+    ],
+)
+def test_where_dk_and_dv_of_wide_heads_are_apart(options, apart):
+    """Registers hold both, but not with options of scores or second sums of each."""
     card = device("sm_90a")
-    for queries, dim, apart in (
-        (1 << 15, 256, False),
-        (1 << 16, 256, True),
-        (1 << 16, 192, False),
-    ):
-        forward = problem(head_dim=dim, seqlen_q=queries).forward
-        assert MMA_SPLIT_VJP.tile("_keys", forward, card).apart == apart
+    for dim in (192, 256):
+        forward = problem(head_dim=dim, **options).forward
+        tile = MMA_SPLIT_VJP.tile("_keys", forward, card)
+        assert tile.apart == (apart and dim == 256)
+        assert (tile.rows, tile.num_threads) == (64, 256)
 
 
 @pytest.mark.parametrize(

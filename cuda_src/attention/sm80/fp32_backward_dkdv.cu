@@ -13,7 +13,8 @@
 //            q, dO    one of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys, and kColumns of dk and dv
 //            S, dP    of each warp           shared, where two share keys
-//            With one stage dO comes while S is computed, and q during dv
+//            With one stage dO comes while S is computed, and q during dv; for dk alone
+//            q comes during dP, which is first, and dO during the other products
 // Memory     global: k, v, dk and dv once; q and dO once per tile of keys, mostly L2
 // Numbers    fp32_backward.cuh; a fixed order of sums: the same bits in every run
 // Limits     as attention_vjp_mma_split_queries
@@ -33,6 +34,8 @@ constexpr int kRegion = kKeepsP ? 4 : 8;
 static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kRowWarps == kBlockN &&
               kGranules * kGranule == kBlockN);
 static_assert(kColumnWarps == 1 || kHalves == 1);
+constexpr bool kBeginsWithDp = kStages == 1 && kMakesDk && !kMakesDv;
+static_assert(!kBeginsWithDp || kHalves == 1);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads need of a block and of an entry; too much for registers.
@@ -43,6 +46,16 @@ struct view_t {
   int j0, first, last;  // first key; range of queries
   seen_t seen;
 };
+
+// The first or the second.
+template <bool kFirst, typename A, typename B>
+__device__ __forceinline__ auto& of_two(A& a, B& b) {
+  if constexpr (kFirst) {
+    return a;
+  } else {
+    return b;
+  }
+}
 
 // This warp's first key within the tile.
 __device__ __forceinline__ int key_0() { return row_warp() * (16 * kKeyTiles); }
@@ -143,22 +156,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     // Heads and entries that share a gradient of k need not share k itself.
     copy_bytes<kGranules * kBytesOperand>(smem_k, view.operands.k);
     copy_bytes<kGranules * kBytesOperand>(smem_v, view.operands.v);
-    auto load_queries = [&](int i0) {
+    // Statistics come with q if dP is first, else with dO.
+    auto load = [&](int i0, bool q, bool dout) {
       if (i0 < view.last) {
         unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
         const index_t granule = i0 / kGranule;
-        copy_bytes<kBytesOperand>(to, view.operands.q + granule * kBytesOperand);
-      }
-      if constexpr (kStages == 1) ptx::commit_copies();
-    };
-    auto load_rest = [&](int i0) {
-      if (i0 < view.last) {
-        unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
-        const index_t granule = i0 / kGranule;
-        copy_bytes<kBytesOperand>(to + kBytesOperand,
-                                  view.operands.dout + granule * kBytesOperand);
-        copy_bytes<kBytesStats>(to + 2 * kBytesOperand,
-                                view.stats + granule * (3 * kGranule));
+        if (q) copy_bytes<kBytesOperand>(to, view.operands.q + granule * kBytesOperand);
+        if (dout) {
+          copy_bytes<kBytesOperand>(to + kBytesOperand,
+                                    view.operands.dout + granule * kBytesOperand);
+        }
+        if (kBeginsWithDp ? q : dout) {
+          copy_bytes<kBytesStats>(to + 2 * kBytesOperand,
+                                  view.stats + granule * (3 * kGranule));
+        }
       }
       ptx::commit_copies();
     };
@@ -167,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                           min(index_t(view.j0 + kBlockN), params.seqlen_k));
     };
     shown_tiles_t<kGranule> tiles;
-    load_queries(tiles.next(view.first, view.last, shown));
-    if constexpr (kStages == 2) load_rest(tiles.next(view.first, view.last, shown));
+    load(tiles.next(view.first, view.last, shown), !kBeginsWithDp,
+         kStages == 2 || kBeginsWithDp);
 
     // The first tile is found again: kept across the copies it costs registers.
 #pragma unroll 1
@@ -177,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       tiles.step<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule has arrived; the previous one has been read
-      if constexpr (kStages == 2) load_queries(i0 + tiles.distance);
-      load_rest(kStages == 2 ? i0 + tiles.distance : i0);
+      load(kStages == 2 ? i0 + tiles.distance : i0, kStages == 2 || kBeginsWithDp,
+           !kBeginsWithDp);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
       const unsigned char* const operand_dout = operand_q + kBytesOperand;
@@ -192,6 +203,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         return *reinterpret_cast<const float2*>(rows + which * kGranule + column);
       };
 
+      // dP of queries from `first` on.
+      auto multiply_values = [&](auto& dp, int first) {
+        multiply_scores_in_parts<true>(
+            dp, left<kColumns>(columns_of(smem_v) + operand, key_0() % kGranule),
+            right<kColumns>(columns_of(operand_dout), first),
+            tile_stats_of(operand_dout).from_parts *
+                tile_stats_of(smem_v + operand).from_parts);
+        exchange.tell(1, dp);
+      };
+      frag_t<kKeyTiles, kBeginsWithDp ? kQueryTiles : 2> early_dp;
+      if constexpr (kBeginsWithDp) {
+        multiply_values(early_dp, 0);
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // q and statistics have arrived; dO has been read
+        load(i0 + tiles.distance, false, true);
+      }
+
       // dv first if both are there: afterwards dP can use the registers of the product.
       parts_t<kKeyTiles> p[kApart];
       frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
@@ -204,10 +232,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             tile_stats_of(operand_q).from_parts *
                 tile_stats_of(smem_k + operand).from_parts);
         exchange.tell(0, s);
-        if constexpr (kStages == 1) {
+        if constexpr (kStages == 1 && !kBeginsWithDp) {
           ptx::wait_copy_groups<0>();
           __syncthreads();  // dO and statistics have arrived; all warps have told
-          if constexpr (!kMakesDk) load_queries(i0 + tiles.distance);
+          if constexpr (!kMakesDk) load(i0 + tiles.distance, true, false);
         } else {
           exchange.wait();
         }
@@ -259,14 +287,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         constexpr int kSteps = kApart / kHalves;
 #pragma unroll
         for (int first = 0; first < kApart; first += kSteps) {
-          frag_t<kKeyTiles, 2 * kSteps> ds;
-          multiply_scores_in_parts<true>(
-              ds, left<kColumns>(columns_of(smem_v) + operand, key_0() % kGranule),
-              right<kColumns>(columns_of(operand_dout), 16 * first),
-              tile_stats_of(operand_dout).from_parts *
-                  tile_stats_of(smem_v + operand).from_parts);
-          exchange.tell(1, ds);
-          exchange.wait();
+          frag_t<kKeyTiles, 2 * kSteps> late_dp;
+          if constexpr (!kBeginsWithDp) {
+            multiply_values(late_dp, 16 * first);
+            exchange.wait();
+          }
+          auto& ds = of_two<kBeginsWithDp>(early_dp, late_dp);
           exchange.add(1, ds);
           if constexpr (kKeepsP) exchange.take_back(0, p);
 #pragma unroll
@@ -291,9 +317,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
       if constexpr (kStages == 1) {
-        if constexpr (kMakesDk) {
+        if constexpr (kMakesDk && kMakesDv) {
           __syncthreads();  // all warps have read q
-          load_queries(i0 + tiles.distance);
+          load(i0 + tiles.distance, true, false);
         }
         if constexpr (kKeepsP) exchange.take_back(0, p);
         add_to_dv();

@@ -47,7 +47,7 @@ constexpr int kColumns = kHeadDim / kColumnWarps;
 constexpr int kRowWarps = kNumWarps / kColumnWarps;
 constexpr unsigned kBytesColumns = kGranule * kColumns * 2;  // their part of a part
 // The granules of an array are rounded up to those of the largest tile.
-constexpr int kLargestTile = 128;
+constexpr int kLargestTile = kHeadDim > 128 ? 64 : 128;
 constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;
 constexpr unsigned kBytesTileStats = 128;
 constexpr unsigned kBytesOperand = kParts * kBytesPart + kBytesTileStats;

@@ -24,6 +24,18 @@ static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks
               kChunks % kLanes == 0);
 constexpr int kChunksOfWarp = kColumns / 8;  // of 16 bytes
 
+// The chunks of a granule that a thread splits. A choice for each of them would load one
+// after the other.
+__device__ __forceinline__ void load_chunks(float4 (&chunks)[kEach],
+                                            const elem_t* rows, index_t row_stride,
+                                            int num_rows, int dim, bool aligned) {
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    chunks[n] = load_chunk<kHeadDim>(rows, row_stride, num_rows, dim,
+                                     n * kNumThreads + threadIdx.x, aligned);
+  }
+}
+
 // Gathered by all threads: bits of magnitudes.
 struct gathered_t {
   int largest, smallest;  // over all; over nonzero rows and columns
@@ -31,7 +43,10 @@ struct gathered_t {
   int rows[kGranule], columns[kHeadDim];
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads)
+// Blocks of a multiprocessor, whose loads and barriers hide each other's.
+constexpr int kResident = 768 / kNumThreads;
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kResident)
     attention_vjp_mma_split_prepare(unsigned char* __restrict__ operands,
                                     BACKWARD_PARAMETERS, SCORE_PARAMETERS,
                                     const __grid_constant__ grads_t grads) {
@@ -61,8 +76,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const elem_t* const x = of_queries ? at.at(has_values ? dout : q, operand)
                                      : at.at_kv(has_values ? v : k, operand);
   const elem_t* const rows = x + i0 * operand.row;
-  const bool aligned = has_aligned_rows(rows, operand.row, dim);
 
+  float4 chunks[kEach];
+  if (has_aligned_rows(rows, operand.row, dim)) {
+    load_chunks(chunks, rows, operand.row, num_rows, dim, true);
+  } else {
+    load_chunks(chunks, rows, operand.row, num_rows, dim, false);
+  }
   for (int n = threadIdx.x; n < kHeadDim; n += kNumThreads) gathered.columns[n] = 0;
   if (threadIdx.x < kGranule) gathered.rows[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
@@ -77,9 +97,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     const int place = n * kNumThreads + threadIdx.x, row = place / kChunks;
-    const float4 word =
-        load_chunk<kHeadDim>(rows, operand.row, num_rows, dim, place, aligned);
-    const float numbers[4] = {word.x, word.y, word.z, word.w};
+    const float numbers[4] = {chunks[n].x, chunks[n].y, chunks[n].z, chunks[n].w};
     int largest = 0;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -89,7 +107,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
       columns[e] = max(columns[e], size_bits(chunk[n][e]));
       largest = max(largest, size_bits(chunk[n][e]));
     }
-    largest = warp_reduce<kLanes>(largest, [](int a, int b) { return max(a, b); });
+    if constexpr (kLanes == kWarpSize) {
+      largest = __reduce_max_sync(kFullMask, largest);
+    } else {
+      largest = warp_reduce<kLanes>(largest, [](int a, int b) { return max(a, b); });
+    }
     if (threadIdx.x % kLanes == 0) atomicMax(gathered.rows + row, largest);
   }
 #pragma unroll
@@ -97,11 +119,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     atomicMax(gathered.columns + threadIdx.x % kChunks * 4 + e, columns[e]);
   }
   __syncthreads();  // rows and columns are complete
+  // Of whole warps: the numbers of rows and of columns are multiples of 32.
+  static_assert(kGranule % kWarpSize == 0 && kHeadDim % kWarpSize == 0);
   for (int n = threadIdx.x; n < kGranule + kHeadDim; n += kNumThreads) {
     const int size = n < kGranule ? gathered.rows[n] : gathered.columns[n - kGranule];
-    if (size != 0) {
-      atomicMax(&gathered.largest, size);
-      atomicMin(&gathered.smallest, size);
+    const int most = __reduce_max_sync(kFullMask, size);
+    const int least = __reduce_min_sync(kFullMask, size == 0 ? kInfinityBits : size);
+    if (n % kWarpSize == 0) {
+      atomicMax(&gathered.largest, most);
+      atomicMin(&gathered.smallest, least);
     }
   }
   __syncthreads();  // and so are the statistics

@@ -320,18 +320,25 @@ __device__ __forceinline__ bool any_nonfinite(const float (&x)[kTiles][4]) {
   return nonfinite != 0;
 }
 
-// s = x y^T for rows [row, row + 16) of x and all of y.
-template <int kCols>
-__device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
-                                              const matrix_t<kCols>& x, int row,
-                                              const matrix_t<kCols>& y) {
+// s = x y^T for rows [row, row + 16) of x and all of y, over kSteps steps of columns.
+template <int kSteps, int kCols>
+__device__ __forceinline__ void multiply_columns(sums_t<kKeyTiles>& s,
+                                                 const matrix_t<kCols>& x, int row,
+                                                 const matrix_t<kCols>& y, int first) {
 #pragma unroll
   for (int e = 0; e < 4 * kKeyTiles; ++e) s[e / 4][e % 4] = 0;
-  add_products<kCols / kStep, true>(
-      s, [&](int step) { return left(x, row, step); },
-      [&](int tile, int step, right_t(&pair)[2]) { right(y, tile, step, pair); });
-  // Where one part is infinite the other is NaN, and so is a product that should not
-  // be.
+  add_products<kSteps, true>(
+      s, [&](int step) { return left(x, row, first + step); },
+      [&](int tile, int step, right_t(&pair)[2]) {
+        right(y, tile, first + step, pair);
+      });
+}
+// Where one part is infinite the other is NaN, and so is a product over all columns
+// that should not be: such products are computed again.
+template <int kCols>
+__device__ __forceinline__ void mend_nonfinite(sums_t<kKeyTiles>& s,
+                                               const matrix_t<kCols>& x, int row,
+                                               const matrix_t<kCols>& y) {
   if (kParts == 2 && any_nonfinite(s)) {
 #pragma unroll
     for (int e = 0; e < 4 * kKeyTiles; ++e) {
@@ -344,6 +351,13 @@ __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
       for (int d = 0; d < kCols; ++d) sum = fmaf(to<float>(a[d]), to<float>(b[d]), sum);
     }
   }
+}
+template <int kCols>
+__device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
+                                              const matrix_t<kCols>& x, int row,
+                                              const matrix_t<kCols>& y) {
+  multiply_columns<kCols / kStep>(s, x, row, y, 0);
+  mend_nonfinite(s, x, row, y);
 }
 
 // --- rows of scores ------------------------------------------------------------------

@@ -9,6 +9,8 @@
 //                dq = scale dS k
 //            and, once P and dS of all rows are complete, some columns for 16 keys of
 //                dv = P^T dO,  dk = scale dS^T q
+//            Several warps share the rows of more than 128 columns: each multiplies
+//            some columns, and all add the sums of all
 // Grid       1-D, one block of kWarps warps per head of k and v; it loops over tiles of
 //            kBlockM queries of the heads of a group and sums dk and dv. With two
 //            stages, the next tile is loaded meanwhile. With LOOP_SPLITS several blocks
@@ -17,6 +19,7 @@
 //            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, kStages of them
 //            P, dS  kBlockM x kBlockN               shared, as elem_t; in float32 where
 //                                                   v and k were
+//            S or dP of each warp                   shared, where several share rows
 //            dk, dv of several tiles of queries     registers or shared, in float32
 //            S, dP, dq, dk, dv                      registers, laid out as in short.cuh
 // Memory     global: each array once, except out, which is read for delta only where
@@ -31,6 +34,7 @@
 //            elem_t: *nonfinite then asks for another kernel, which reads delta
 #include "attention/simt/loop_splits.cuh"
 #include "attention/sm80/short.cuh"
+#include "ptx/barrier.cuh"
 
 #if !defined(BLOCK_M) || !defined(GROUPED)
 #error "BLOCK_M and GROUPED come from the host"
@@ -58,6 +62,16 @@ using matrix_q = matrix_t<kHeadDim>;
 using matrix_v = matrix_t<kHeadDimV>;
 using matrix_p = matrix_t<(kBlockN + 15) / 16 * 16>;
 
+// Warps that share 16 queries of wide heads.
+__host__ __device__ constexpr int warps_of_rows() {
+  int warps = kHeadDim > 128 || kHeadDimV > 128 ? kWarps / (kBlockM / kRows) : 1;
+  while (warps > 1 && (kHeadDim % (16 * warps) != 0 || kHeadDimV % (16 * warps) != 0)) {
+    warps -= 1;
+  }
+  return warps;
+}
+constexpr int kSharing = warps_of_rows();
+
 // float32 needs so much shared memory that few blocks fit: dS takes the place of v, and
 // P that of k, once these have been read for the last time.
 constexpr bool kReuses = kSplits && !kGrouped &&
@@ -70,7 +84,8 @@ struct smem_t {
   matrix_v v;
   unsigned char* stages;
   matrix_p p, ds;
-  unsigned* largest;  // max |dO| per warp, as the bits of a float
+  unsigned* largest;  // max |dO| of 16 rows, as the bits of a float
+  float4* exchanged;  // of each warp
   float4* kept;       // of kept_t
 
   static constexpr unsigned kStageBytes =
@@ -85,7 +100,8 @@ struct smem_t {
     p.rows = kReuses ? k.rows : weights;
     ds.rows = kReuses ? v.rows : weights + kBytes;
     largest = reinterpret_cast<unsigned*>(weights + 2 * kBytes);
-    kept = reinterpret_cast<float4*>(largest + 4 * kWarps);
+    exchanged = reinterpret_cast<float4*>(largest + 4 * kWarps);
+    kept = exchanged + (kSharing > 1 ? kNumThreads * kKeyTiles : 0);
   }
   // A tile of queries.
   __device__ __forceinline__ matrix_q q(int stage) const {
@@ -147,6 +163,39 @@ __device__ __forceinline__ float dot_out(const elem_t* out, index_t col_stride,
   return warp_reduce(sum, [](float a, float b) { return a + b; });
 }
 
+// s = x y^T for the rows that kSharing warps share, of which this one is number
+// `sharer`. All have the same bits. `exchanged` is free again after a barrier.
+template <int kCols>
+__device__ __forceinline__ void multiply_shared_rows(sums_t<kKeyTiles>& s,
+                                                     const matrix_t<kCols>& x, int row,
+                                                     const matrix_t<kCols>& y,
+                                                     int sharer, float4* exchanged) {
+  if constexpr (kSharing == 1) return multiply_rows(s, x, row, y);
+  constexpr int kSteps = kCols / kSharing / kStep;
+  multiply_columns<kSteps>(s, x, row, y, sharer * kSteps);
+  constexpr int kOfSharer = kBlockM / kRows * kKeyTiles * kWarpSize;
+  float4* const of_row = exchanged + row / kRows * kKeyTiles * kWarpSize + lane_index();
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n) {
+    of_row[sharer * kOfSharer + n * kWarpSize] =
+        make_float4(s[n][0], s[n][1], s[n][2], s[n][3]);
+  }
+  ptx::bar_sync<kSharing * kWarpSize>(1 + row / kRows);
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+    for (int other = 0; other < kSharing; ++other) {
+      const float4 sums = of_row[other * kOfSharer + n * kWarpSize];
+      const float numbers[4] = {sums.x, sums.y, sums.z, sums.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[n][e] = other == 0 ? numbers[e] : s[n][e] + numbers[e];
+      }
+    }
+  }
+  mend_nonfinite(s, x, row, y);
+}
+
 // Stores accumulators, times `factor`, as 16 rows of P or dS.
 __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
                                               const sums_t<kKeyTiles>& x,
@@ -172,6 +221,7 @@ __device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
 // With many keys, float32 has no registers for dS as the left operand of all steps:
 // each lane reads again what it has stored.
 constexpr bool kReadsDs = kSplits && kKeyTiles > 4;
+static_assert(!kReadsDs || kSharing == 1);
 
 // Stored rows [row, row + 16) as left_of() has them.
 __device__ __forceinline__ left_t left_stored(const matrix_p& weights, int row,
@@ -381,7 +431,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const float scale = static_cast<float>(params.scale);
   tile_coord_t at(params, work_index(num_splits) * group);
   if (!at.exists) return;
-  const int thread = threadIdx.x, first = warp_index() * kRows;
+  const int thread = threadIdx.x;
+  constexpr int kRowTiles = kBlockM / kRows;
+  const int sharer = kSharing == 1 ? 0 : warp_index() / kRowTiles;
+  const int first = (kSharing == 1 ? warp_index() : warp_index() % kRowTiles) * kRows;
 
   // Tiles of queries over the heads of a group: of these a block has `begin` to `end`.
   const int tiles = kGrouped ? (seqlen_q + kBlockM - 1) / kBlockM : 1;  // of a head
@@ -428,11 +481,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int stage = (unit - begin) % kStages;
     const matrix_q smem_q = smem.q(stage);
     const matrix_v smem_dout = smem.dout(stage);
-    const bool has_queries = first < kBlockM;
+    const bool has_queries = kSharing == 1 ? first < kBlockM : sharer < kSharing;
     sums_t<kKeyTiles> s, dp;
     ptx::wait_copy_groups<1>();
     sync_warps();  // q and k have arrived
-    if (has_queries) multiply_rows(s, smem_q, first, smem.k);
+    if (has_queries) {
+      multiply_shared_rows(s, smem_q, first, smem.k, sharer, smem.exchanged);
+    }
     ptx::wait_copies();
     sync_warps();  // v and dO have arrived, and all warps have read the tile before
     if (kStages > 1 && unit + 1 < end) {
@@ -444,9 +499,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     if (has_queries) {
       if constexpr (kNarrow) {
-        smem.largest[warp_index()] = largest_of_rows(smem_dout, first);
+        smem.largest[first / kRows] = largest_of_rows(smem_dout, first);
       }
-      multiply_rows(dp, smem_dout, first, smem.v);
+      multiply_shared_rows(dp, smem_dout, first, smem.v, sharer, smem.exchanged);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const int row = kGrouped ? min(i0 + first, seqlen_q - 1) : first;
       const rows_t rows = {
@@ -466,13 +521,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
         for (int e = 0; e < 4 * kKeyTiles; ++e) dp[e / 4][e % 4] *= factor;
       }
-      store_weights(smem.ds, first, dp, 1);
-      if constexpr (!kReuses) store_weights(smem.p, first, s, kFactorP);
+      if (kSharing == 1 || sharer == 0) {
+        store_weights(smem.ds, first, dp, 1);
+        if constexpr (!kReuses) store_weights(smem.p, first, s, kFactorP);
+      }
       const target_t<elem_t> target = {
           at.at(dq, grads.dq) + (i0 + first) * grads.dq.row, grads.dq.row, grads.dq.col,
           min(num_queries - first, kRows), dim};
 #pragma unroll 1
-      for (int col = 0; col < kHeadDim; col += kChunk<kHeadDim>) {
+      for (int col = sharer * kChunk<kHeadDim>; col < kHeadDim;
+           col += kSharing * kChunk<kHeadDim>) {
         sums_t<kChunk<kHeadDim> / 8> sums_q = {};
         add_products<kBlockN / kStep, kReadsDs>(
             sums_q,
@@ -489,7 +547,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     sync_warps();  // dS is complete, and k was read
     if constexpr (kReuses) {
-      if (has_queries) store_weights(smem.p, first, s, kFactorP);
+      if (has_queries && (kSharing == 1 || sharer == 0)) {
+        store_weights(smem.p, first, s, kFactorP);
+      }
     }
     const bool is_first = unit == begin, is_last = unit == end - 1;
     const auto target_of = [&](grad_kv_t* x, const operand_t& of, int columns) {

@@ -27,9 +27,8 @@ from cupyflash._cuda.kernel import LaunchConfig
 # Head dimensions that are compiled; zeros pad.
 DIMS = (64, 128, 192, 256)
 
-# kGranule, kLargestTile, kBytesTileStats and kBytesStats of
-# attention/sm80/fp32_backward.cuh.
-_GRANULE, _LARGEST_TILE, _TILE_STATS, _STATS = 32, 128, 128, 384
+# kGranule, kBytesTileStats and kBytesStats of attention/sm80/fp32_backward.cuh.
+_GRANULE, _TILE_STATS, _STATS = 32, 128, 384
 _PREPARE_THREADS, _WARP = 128, 32
 # Above, two warps share rows and exchange 16 x 32 sums (exchange_t).
 _WIDE, _EXCHANGED = 128, 2 * 16 * _GRANULE * 4
@@ -75,9 +74,10 @@ def prepare_threads(dim: int) -> int:
     return max(dim, _PREPARE_THREADS)
 
 
-def granules(num_rows: int) -> int:
+def granules(num_rows: int, dim: int) -> int:
     """granules_of() of attention/sm80/fp32_backward.cuh."""
-    return -(-num_rows // _LARGEST_TILE) * (_LARGEST_TILE // _GRANULE)
+    largest_tile = 64 if dim > _WIDE else 128
+    return -(-num_rows // largest_tile) * (largest_tile // _GRANULE)
 
 
 # Tiles by head dimension as compiled, from best to least: the first that fits is used.
@@ -218,14 +218,15 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
         """The number of split tiles of all inputs, and their bytes."""
         heads = num_heads(forward)
         heads_kv = math.prod(forward.batch) * forward.num_kv_heads
-        count = 2 * heads * granules(forward.seqlen_q)
-        count += 2 * heads_kv * granules(forward.seqlen_k)
-        return count, count * split_tile_bytes(self.dim(forward), self.parts(forward))
+        dim = self.dim(forward)
+        count = 2 * heads * granules(forward.seqlen_q, dim)
+        count += 2 * heads_kv * granules(forward.seqlen_k, dim)
+        return count, count * split_tile_bytes(dim, self.parts(forward))
 
     def stats_bytes(self, forward: AttentionProblem) -> int:
         """Bytes of the statistics of queries for the kernel of keys."""
         heads = num_heads(forward)
-        return heads * granules(forward.seqlen_q) * _STATS
+        return heads * granules(forward.seqlen_q, self.dim(forward)) * _STATS
 
     def section(self, part, forward, device, num_kept, num_summed) -> int:
         """Kept entries whose split tiles of the other rows fit into the L2 cache.
@@ -235,8 +236,9 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
         if forward.left is None and forward.right is None:
             return 1
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
-        tile_bytes = split_tile_bytes(self.dim(forward), self.parts(forward))
-        entry_bytes = 2 * granules(other) * tile_bytes * num_summed
+        dim = self.dim(forward)
+        tile_bytes = split_tile_bytes(dim, self.parts(forward))
+        entry_bytes = 2 * granules(other, dim) * tile_bytes * num_summed
         return gradient_limits.section_in_cache(device, num_kept, entry_bytes)
 
     def configs(self, forward, batch_dims, device, everything):

@@ -29,10 +29,8 @@ from cupyflash._cuda.structs import Struct
 _SYSTEM_BYTES = 1 << 10
 # kMostNumbers of the kernel, and that of wide heads.
 _MOST_NUMBERS, _MOST_OF_WIDE = 72, 168
-# Wide heads have more columns. Their blocks have so many warps for each 16 keys, so
-# that registers hold dk and dv of several tiles; and in float32 so many queries at a
-# time.
-_WIDE, _WARPS_OF_WIDE, _QUERIES_OF_WIDE = 128, 4, 32
+# Wide heads have more columns.
+_WIDE = 128
 # Tiles of queries that blocks may share, and the fewest of a block.
 _LONG_LOOP, _LEAST_OF_LOOP = 8, 2
 # What a block does beside its loop, and the sums of terms, in tiles of queries.
@@ -55,13 +53,17 @@ class MmaShortVjpKernel(BackwardSpec):
     and keys; `few_keys` maps the size of an element to how many keys pay off for more
     queries than a block holds at a time. Where heads do not fill the device, blocks
     share those queries, up to so many keys by the queries: `keys_of_few_heads`. Of wide
-    heads `wide_keys` pay off, of any queries and heads.
+    heads `wide_keys` pay off, of any queries and heads; blocks have `wide_warps` for
+    each 16 keys, so that registers hold dk and dv of several tiles, and `wide_queries`
+    at a time.
     """
 
     registers: dict[int, dict[float, int]]
     few_keys: dict[int, int]
     keys_of_few_heads: dict[int, dict[float, int]]
     wide_keys: dict[int, int]
+    wide_warps: dict[int, int]
+    wide_queries: dict[int, int]
     most_keys: int = 112  # more spill
     # Keys in tiles that spill in float32, of wide heads the fewest that do, and the
     # devices from which on.
@@ -129,15 +131,15 @@ class MmaShortVjpKernel(BackwardSpec):
         if not _is_wide(forward):
             return warps
         tiles = in_tiles(forward.seqlen_k) // ROWS if self.sums_tiles(forward) else 1
-        return max(warps, _WARPS_OF_WIDE * tiles)
+        return max(warps, self.wide_warps[ITEMSIZE[forward.dtype]] * tiles)
 
     def block_m(self, forward: AttentionProblem) -> int:
         """Queries that are on chip at a time."""
         return min(in_tiles(forward.seqlen_q), self._most_queries(forward))
 
     def _most_queries(self, forward):
-        if _is_wide(forward) and forward.dtype == "float32":
-            return _QUERIES_OF_WIDE
+        if _is_wide(forward):
+            return self.wide_queries[ITEMSIZE[forward.dtype]]
         return short_forward.MOST_QUERIES
 
     def sums_tiles(self, forward: AttentionProblem) -> bool:
@@ -197,7 +199,16 @@ class MmaShortVjpKernel(BackwardSpec):
         kept = sum(self._kept(forward, n) for n in dims(forward)) if grouped else 0
         if self._keeps_in_registers(forward):
             kept = 0
-        return rows + 2 * weights + 16 * warps + 16 * 32 * warps * kept
+        exchanged = keys // 8 if self._sharing(forward) > 1 else 0
+        return rows + 2 * weights + 16 * warps + 16 * 32 * warps * (exchanged + kept)
+
+    def _sharing(self, forward):
+        """kSharing of the kernel: warps that share 16 queries."""
+        if not _is_wide(forward):
+            return 1
+        most = self.warps(forward) // (self.block_m(forward) // ROWS)
+        fits = (n for n in range(most, 1, -1) if not any(x % (16 * n) for x in dims(forward)))
+        return next(fits, 1)
 
     def _registers(self, forward, device):
         """Registers of a thread."""
@@ -273,4 +284,6 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
     # more keys in 16 bits `hopper` is faster, unless its loops are long.
     keys_of_few_heads={2: {8192: 16, math.inf: 32}, 4: {math.inf: 64}},
     wide_keys={2: 32, 4: 32},
+    wide_warps={2: 4, 4: 4},
+    wide_queries={2: 64, 4: 32},
 )

@@ -17,7 +17,7 @@ from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
-# Head dimensions that are compiled, of gradients up to 128; zeros pad.
+# Head dimensions that are compiled; zeros pad.
 DIMS = (16, 32, 64, 96, 128, 192, 256)
 # kRows of attention/sm80/short.cuh: queries, or keys, per warp.
 ROWS = 16

@@ -24,11 +24,11 @@ static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks
               kChunks % kLanes == 0);
 constexpr int kChunksOfWarp = kColumns / 8;  // of 16 bytes
 
-// The chunks of a granule that a thread splits. A choice for each of them would load one
-// after the other.
-__device__ __forceinline__ void load_chunks(float4 (&chunks)[kEach],
-                                            const elem_t* rows, index_t row_stride,
-                                            int num_rows, int dim, bool aligned) {
+// The chunks of a granule that a thread splits. A choice for each of them would load
+// one after the other.
+__device__ __forceinline__ void load_chunks(float4 (&chunks)[kEach], const elem_t* rows,
+                                            index_t row_stride, int num_rows, int dim,
+                                            bool aligned) {
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     chunks[n] = load_chunk<kHeadDim>(rows, row_stride, num_rows, dim,

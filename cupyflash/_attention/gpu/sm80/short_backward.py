@@ -207,7 +207,11 @@ class MmaShortVjpKernel(BackwardSpec):
         if not _is_wide(forward):
             return 1
         most = self.warps(forward) // (self.block_m(forward) // ROWS)
-        fits = (n for n in range(most, 1, -1) if not any(x % (16 * n) for x in dims(forward)))
+        fits = (
+            n
+            for n in range(most, 1, -1)
+            if not any(x % (16 * n) for x in dims(forward))
+        )
         return next(fits, 1)
 
     def _registers(self, forward, device):

@@ -202,7 +202,9 @@ def test_few_queries_have_small_tiles(dim):
 
 
 def test_sizes_of_split_tiles():
-    assert [granules(n) for n in (1, 128, 129)] == [4, 4, 8]
+    assert [granules(n, 128) for n in (1, 128, 129)] == [4, 4, 8]
+    # Tiles of wide heads have 64 rows.
+    assert [granules(n, 129) for n in (1, 64, 65, 129)] == [2, 2, 4, 6]
     asked = problem(head_dim=65, seqlen_q=100, seqlen_k=200).forward
     count, size = MMA_SPLIT_VJP.split_operands(asked)
     assert count == 64 * (2 * 4 + 2 * 8)

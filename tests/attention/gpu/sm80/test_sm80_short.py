@@ -163,6 +163,24 @@ def test_registers_hold_dk_of_wide_heads(dtype, dim, queries, keys):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "dims", "queries", "keys", "warps"),
+    [
+        ("float32", (256, 256), 1000, 32, 4),
+        ("float32", (256, 256), 1000, 16, 2),
+        ("float32", (256, 192), 16, 16, 4),
+        ("float32", (256, 96), 16, 16, 3),  # 96 columns are six steps of 16
+        ("float32", (256, 33), 16, 16, 1),
+        ("float16", (256, 256), 1000, 32, 2),
+        ("float16", (256, 256), 1000, 16, 1),
+        ("float32", (128, 128), 1000, 32, 1),
+    ],
+)
+def test_warps_that_share_queries_of_wide_heads(dtype, dims, queries, keys, warps):
+    asked = problem(dtype, dims[0], queries, keys, head_dim_v=dims[1])
+    assert MMA_SHORT_VJP._sharing(asked) == warps
+
+
+@pytest.mark.parametrize(
     ("dtype", "head_dim", "keys", "stages"),
     [
         ("float16", 64, 32, 2),

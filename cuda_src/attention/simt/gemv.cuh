@@ -29,6 +29,12 @@ constexpr int kSpan = kKeys * kUnroll;
 constexpr int kStep = kWarps * kSpan;  // keys of an entry at once
 static_assert(kWarpSize * kWarps * kEntries == kNumThreads);
 static_assert(kWarps == 1 || kEntries == 1);
+#ifdef KEY_SPLITS  // several blocks share the keys of an entry
+constexpr bool kSplitsKeys = true;
+static_assert(kEntries == 1 && kWarps > 1);
+#else
+constexpr bool kSplitsKeys = false;
+#endif
 
 template <int kParts> using columns_t = accum_t[kParts * kVector];
 
@@ -46,6 +52,24 @@ __device__ __forceinline__ index_t entry_of_grid() {
 __device__ __forceinline__ int column(int part) {
   return (part * kLanes + lane_of_key()) * kVector;
 }
+
+// The keys of a block: all of its entry, or a split of them in whole steps.
+struct split_t {
+  index_t entry, number;
+  int first, last;
+
+  __device__ __forceinline__ split_t(index_t splits, index_t seqlen_k)
+      : entry(entry_of_grid()), number(0), first(0), last(static_cast<int>(seqlen_k)) {
+    if constexpr (kSplitsKeys) {
+      entry = divide(block_index(), splits);
+      number = block_index() - entry * splits;
+      const int steps = (last + kStep - 1) / kStep, n = static_cast<int>(splits);
+      const int keys = (steps + n - 1) / n * kStep;
+      first = min(static_cast<int>(number) * keys, last);
+      last = min(first + keys, last);
+    }
+  }
+};
 
 // --- rows in memory ------------------------------------------------------------------
 

@@ -18,35 +18,14 @@ struct gemv_grads_t {
 };
 
 #ifdef KEY_SPLITS
-constexpr bool kSplitsKeys = true;
 using dq_t = accum_t;  // terms
 #define SPLIT_PARAMETERS const accum_t *__restrict__ totals, const index_t num_splits,
-static_assert(kEntries == 1 && kWarps > 1);
 #else
-constexpr bool kSplitsKeys = false;
 using dq_t = elem_t;
 #define SPLIT_PARAMETERS
 constexpr index_t num_splits = 1;
 constexpr const accum_t* totals = nullptr;
 #endif
-
-// The keys of a block: all of its entry, or a split of them in whole steps.
-struct split_t {
-  index_t entry, number;
-  int first, last;
-
-  __device__ __forceinline__ split_t(index_t splits, index_t seqlen_k)
-      : entry(entry_of_grid()), number(0), first(0), last(static_cast<int>(seqlen_k)) {
-    if constexpr (kSplitsKeys) {
-      entry = divide(block_index(), splits);
-      number = block_index() - entry * splits;
-      const int steps = (last + kStep - 1) / kStep, n = static_cast<int>(splits);
-      const int keys = (steps + n - 1) / n * kStep;
-      first = min(static_cast<int>(number) * keys, last);
-      last = min(first + keys, last);
-    }
-  }
-};
 
 // Factors of the weights of queries, which float64 alone has.
 constexpr bool kHasFactor = sizeof(elem_t) == 8;

@@ -56,6 +56,11 @@ class SplitKV(NamedTuple):
 MOST_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
 
 
+# Architectures whose float64 tensor cores are at least as fast as their float64 units.
+# Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
+FAST_FLOAT64 = ("sm_80", "sm_90", "sm_100")
+
+
 # With more terms, kernels use two-level sums (attention/simt/long_sums.cuh), for types
 # whose guarantee a plain sum would break.
 LONG_SUM = 1 << 15

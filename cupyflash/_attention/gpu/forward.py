@@ -28,6 +28,7 @@ from cupyflash._attention.gpu.plan import (
 from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
 from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
 from cupyflash._attention.gpu.simt.gemv_forward import GemvKernel
+from cupyflash._attention.gpu.simt.gemv_forward_plan import gemv_steps
 from cupyflash._attention.gpu.simt.tiny_forward import TinyKernel
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
@@ -47,7 +48,7 @@ _STEPS = {
     HopperKernel: hopper_steps,
     FusedKernel: fused_steps,
     MmaKernel: mma_steps,
-    GemvKernel: fused_steps,
+    GemvKernel: gemv_steps,
     MmaShortKernel: fused_steps,
     TinyKernel: fused_steps,
     HopperWideKernel: hopper_wide_steps,

@@ -159,6 +159,10 @@ def _few():
             yield replace(made_up(dtype, head_dim, right=0), **few), 1
     tf32 = {"precision": "tf32", "num_heads": 4096, "num_kv_heads": 4096}
     yield replace(made_up("float32"), seqlen_q=1, seqlen_k=100, **tf32), 1
+    two = {"num_heads": 4096, "num_kv_heads": 4096, "seqlen_q": 2, "seqlen_k": 40}
+    for head_dim in (64, 256):
+        yield replace(made_up("float64", head_dim), **two), 1
+        yield replace(made_up("float64", head_dim), **two, **_ALL_OPTIONS), 2
     # Few entries with many keys, which blocks share.
     for dtype, (queries, head_dim) in itertools.product(
         FLOATS, ((1, 64), (4, 64), (1, 256))

@@ -11,10 +11,6 @@ from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
 
-# Architectures whose float64 tensor cores are at least as fast as their float64 units.
-# Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
-ARCHS = ("sm_80", "sm_90", "sm_100")
-
 # The most shared memory other than that of Tile.smem.
 _STATIC_SMEM = 1024
 
@@ -65,7 +61,7 @@ def unsupported_reason(
     """
     if reason := refuse_dtype(problem, "float64"):
         return reason
-    if device.arch not in ARCHS:
+    if device.arch not in attention_config.FAST_FLOAT64:
         return f"{device.arch} has no fast tensor cores for float64"
     heads = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
     if max(problem.head_dim, problem.head_dim_v) > most:

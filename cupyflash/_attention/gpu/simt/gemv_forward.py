@@ -4,7 +4,16 @@ import math
 from dataclasses import dataclass, field
 
 from cupyflash._attention.gpu import spec
-from cupyflash._attention.gpu.config import is_plain, launch_config, num_heads
+from cupyflash._attention.gpu.config import (
+    FAST_FLOAT64,
+    LONG_SUM,
+    SplitKV,
+    if_on,
+    is_plain,
+    launch_config,
+    num_heads,
+)
+from cupyflash._attention.gpu.simt.tiny_forward import TINY
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel
@@ -13,7 +22,6 @@ from cupyflash._cuda.kernel import LaunchConfig, by_threshold
 
 _WARP, _VECTOR_BYTES = 32, 16
 _WIDEST = 256  # columns
-_MOST_KEYS = 4096
 # Registers of q that a lane holds, for all queries together.
 _MOST_COLUMNS = 32
 # Bytes that a lane loads before it uses the first of them.
@@ -71,6 +79,12 @@ class Layout:
         return 4 * self.words * self.warps * self.queries * (columns + 2)
 
     @property
+    def part_bytes(self) -> int:
+        """part_t of attention/simt/gemv_forward.cu."""
+        columns = self.parts_v * self.vector * self.lanes
+        return 4 * self.words * self.queries * (columns + 2)
+
+    @property
     def keys_of_step(self) -> int:
         """kStep of attention/simt/gemv.cuh."""
         return self.warps * _WARP // self.lanes * self.unroll
@@ -85,7 +99,7 @@ class Tuning:
     dtype: `most_bytes` of k of an entry by the columns of a head, and if a bias is
     added. `heads_per_sm` are the fewest heads per multiprocessor, by the size of an
     element and the keys, `heads_per_sm_of_more` those with more than one query where
-    they differ.
+    they differ. `most_keys` are those of an entry, by the size of an element.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
@@ -97,6 +111,8 @@ class Tuning:
     # Of a thread, by Layout.columns; the second with options.
     registers: dict[float, tuple[int, int]]
     registers_of_float64: dict[float, tuple[int, int]] = field(default_factory=dict)
+    # The same of one query in float64.
+    registers_of_one_query: tuple[int, int] | None = None
     # The same without options, where a warp has an entry and a lane one vector of each
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
@@ -104,6 +120,9 @@ class Tuning:
     # element and the queries.
     parts: dict[int, dict[float, int]] = field(default_factory=dict)
     heads_per_sm_of_more: dict[int, dict[float, float]] = field(default_factory=dict)
+    most_keys: dict[int, int] = field(
+        default_factory=lambda: {2: 4096, 4: 4096, 8: 4096}
+    )
 
     def layout(self, problem: AttentionProblem, device: Device) -> Layout:
         """The layout of a problem that `unsupported_reason` allows."""
@@ -153,9 +172,10 @@ class Tuning:
         if not num_heads(problem):
             return "there are no heads"
         queries, keys = problem.seqlen_q, problem.seqlen_k
-        if not 1 <= keys <= _MOST_KEYS:
-            return f"takes entries with 1 to {_MOST_KEYS} keys, not {keys}"
         itemsize = ITEMSIZE[problem.dtype]
+        most = self.most_keys[itemsize]
+        if not 1 <= keys <= most:
+            return f"takes entries with 1 to {most} keys, not {keys}"
         most = by_threshold(self.most_queries[itemsize], keys)
         if not 1 <= queries <= most:
             return f"takes entries with 1 to {most} queries, not {queries}"
@@ -187,8 +207,10 @@ class Tuning:
         """Blocks per multiprocessor, by registers."""
         table = self.registers if of.words == 1 else self.registers_of_float64
         plain, with_options = by_threshold(table, of.columns)
+        if self.registers_of_one_query and of.words == 2 and of.queries == 1:
+            plain, with_options = self.registers_of_one_query
         registers = plain if is_plain(problem) else with_options
-        is_light = of.warps == of.parts_k == of.parts_v == 1
+        is_light = of.warps == of.parts_k == of.parts_v == of.words == 1
         if self.registers_of_one_warp and is_light and is_plain(problem):
             registers = self.registers_of_one_warp
         if device.cc >= _NEEDS_MORE:
@@ -222,11 +244,26 @@ class Tuning:
 class GemvKernel(spec.ForwardSpec):
     """Attention of few queries by products of matrices and vectors.
 
-    In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`.
+    In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`. In float64, more
+    than one query has at most `most_keys_beside_tiles` keys, and `most_beside_tiles`
+    queries, where a row of tiles on tensor cores takes the others.
+
+    Blocks share the keys of an entry if there are at most `shared_per_sm` entries per
+    multiprocessor, and these finish sooner that way: each block has at least
+    `least_steps` steps of keys, all of them take at most `most_waves` waves, and to
+    combine what they found takes as long as `combining` steps, and `combining_one` for
+    each of them.
     """
 
     tuning: Tuning
     wide_heads_per_sm: int = 8
+    most_keys_beside_tiles: int = 64
+    most_beside_tiles: int = 2
+    shared_per_sm: int = 2
+    least_steps: int = 2
+    most_waves: int = 4
+    combining: float = 2
+    combining_one: float = 0.04
 
     def unsupported_reason(self, problem, device) -> str | None:
         reason = self.tuning.unsupported_reason(problem, device)
@@ -240,11 +277,58 @@ class GemvKernel(spec.ForwardSpec):
             and heads < (n := self.wide_heads_per_sm * device.num_sms)
         ):
             return f"takes {n} heads or more of {widest} columns, not {heads}"
+        return self._refuse_float64(problem, device)
+
+    def _refuse_float64(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why other rows are faster in float64, or None."""
+        if problem.dtype != "float64":
+            return None
+        if TINY.unsupported_reason(problem, device) is None:
+            return "a thread for each row is faster in float64"
+        queries, keys = problem.seqlen_q, problem.seqlen_k
+        is_few = (
+            queries <= self.most_beside_tiles and keys <= self.most_keys_beside_tiles
+        )
+        if queries > 1 and not is_few and device.arch in FAST_FLOAT64:
+            return f"{queries} queries of {keys} keys are faster on tensor cores"
         return None
+
+    def split_kv(self, problem, device) -> SplitKV:
+        """By whole steps of keys, done by the kernel itself."""
+        splits = self.num_splits(problem, device)
+        return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
+
+    def num_counters(self, device: Device) -> int:
+        """The most entries whose keys blocks share."""
+        return self.shared_per_sm * device.num_sms
+
+    def num_splits(self, problem: AttentionProblem, device: Device) -> int:
+        """Blocks that share the keys of an entry."""
+        of = self.tuning.layout(problem, device)
+        heads = num_heads(problem)
+        if of.warps == 1 or heads > self.num_counters(device):
+            return 1
+        places = device.num_sms * self.tuning.min_blocks(problem, of, device)
+        steps = -(-problem.seqlen_k // of.keys_of_step)
+        most = min(self.most_waves * places // heads, steps // self.least_steps)
+
+        def length(splits: int) -> float:
+            """Steps of all waves, one after the other, and of what comes last."""
+            waves = -(-heads * splits // places)
+            combining = self.combining + splits * self.combining_one
+            return waves * -(-steps // splits) + combining * (splits > 1)
+
+        return min(range(1, max(1, most) + 1), key=length)
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
         source, entry = "attention/simt/gemv_forward.cu", "attention_gemv"
-        return (self.tuning.config(source, entry, problem, batch_dims, device),)
+        splits = self.num_splits(problem, device)
+        more = if_on(KEY_SPLITS=splits > 1)
+        return (
+            self.tuning.config(
+                source, entry, problem, batch_dims, device, splits, **more
+            ),
+        )
 
 
 GEMV = GemvKernel(
@@ -253,21 +337,32 @@ GEMV = GemvKernel(
         steps={
             2: {28 << 10: (2, 1), 48 << 10: (4, 4), math.inf: (4, 8)},
             4: {34 << 10: (2, 1), 80 << 10: (4, 4), math.inf: (4, 8)},
+            8: {34 << 10: (2, 1), 512 << 10: (4, 4), math.inf: (4, 8)},
         },
-        steps_of_more={2: (2, 2), 4: (2, 2)},
-        most_queries={2: {math.inf: 1}, 4: {32: 2, math.inf: 5}},
+        steps_of_more={2: (2, 2), 4: (2, 2), 8: (2, 4)},
+        most_queries={2: {math.inf: 1}, 4: {32: 2, math.inf: 5}, 8: {math.inf: 4}},
         most_bytes={
             "float16": {32: math.inf, 128: 40 << 10, 256: 256 << 10},
             "bfloat16": {32: math.inf, 128: 28 << 10, 256: 32 << 10},
             "float32": {256: math.inf},
+            "float64": {256: math.inf},
         },
         most_bytes_with_bias={
             "float16": 128 << 10,
             "bfloat16": 40 << 10,
             "float32": math.inf,
+            "float64": math.inf,
         },
-        heads_per_sm={n: {128: 0.5, math.inf: 2} for n in (2, 4)},
+        heads_per_sm={
+            2: {128: 0.5, math.inf: 2},
+            4: {math.inf: 0},
+            8: {math.inf: 0},
+        },
+        heads_per_sm_of_more={4: {128: 0.5, math.inf: 2}},
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
+        registers_of_float64={8: (128, 168), 16: (204, 255), 32: (255, 255)},
+        registers_of_one_query=(128, 168),
         registers_of_one_warp=64,
+        most_keys={2: 4096, 4: LONG_SUM, 8: LONG_SUM},
     ),
 )

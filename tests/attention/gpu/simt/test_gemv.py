@@ -4,10 +4,11 @@ import dataclasses
 import math
 
 import numpy as np
+import oracle
 import pytest
 import small_entries
 import vjp_laws
-from accuracy import dtype_of, max_error, to_host
+from accuracy import BOUNDS, dtype_of, max_error, to_host
 from placing import FORMS, place
 from small_entries import DTYPES, SINGLE, device, gradient
 from test_attention_vjp import OPTIONS, agree, inputs
@@ -21,7 +22,6 @@ from cupyflash._attention.gpu.simt.gemv_forward import GEMV
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import kernel
 
-# Of gradients.
 ALL = (*DTYPES, "float64")
 ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_120")
 # (queries, keys, head_dim, head_dim_v)
@@ -37,7 +37,7 @@ SIZES = (
     (2, 50, 128, 96),
     (4, 9, 136, 256),
 )
-# float64 has no registers for 4 queries of 256 columns, and one of 8 is left to `tiny`.
+# float64 has no registers for 4 queries of 256 columns, and 1 x 1 x 8 is for `tiny`.
 SIZES_OF_FLOAT64 = (
     *(x for x in SIZES if x[0] * max(x[2:]) <= 512 and x != (1, 1, 8, 8)),
     (1, 1, 16, 8),
@@ -59,7 +59,7 @@ def problem(dtype="float16", head_dim=64, queries=1, keys=100, **options):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 100, 32), (1, 40, 128)])
 def test_takes(arch, dtype, queries, keys, dim):
     if (arch, dtype) == ("sm_75", "bfloat16"):
@@ -111,13 +111,16 @@ def test_leaves_to_the_next_row(asked, arch, reason):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("queries", [1, 2, 5])
 def test_takes_few_heads_of_many_keys_where_they_pay(dtype, queries):
-    """In 16 bits, gradients of more than one query need as many heads as before."""
+    """One float32 query does. Gradients of more in 16 bits need as many as before."""
     for heads, keys in ((65, 513), (66, 513), (1, 512), (1, 4096)):
         asked = problem(dtype, 32, queries, keys, num_heads=heads, num_kv_heads=heads)
         reason = GEMV.unsupported_reason(asked, device())
-        assert reason is not None
-        if queries == 1 or dtype == "float32":
+        if dtype == "float32" and queries == 1:
+            assert reason is None
+        elif dtype == "float32" or queries == 1:
             assert f"264 heads or more for {keys} keys, not {heads}" in reason
+        else:
+            assert reason is not None
         reason = GEMV_VJP.unsupported_reason(gradient(asked), device())
         if queries > 1 and dtype != "float32" and keys > 512 and heads < 66:
             assert f"66 heads or more for {keys} keys, not {heads}" in reason
@@ -125,12 +128,29 @@ def test_takes_few_heads_of_many_keys_where_they_pay(dtype, queries):
             assert reason is None
 
 
-def test_float64_has_gradients_alone():
-    asked = problem("float64")
-    assert "not float64" in GEMV.unsupported_reason(asked, device())
-    for arch in ARCHS:
-        row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
-        assert row is GEMV_VJP
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("keys", [1, 9, 100, 512, 4096])
+@pytest.mark.parametrize("heads", [1, 32, 300, 4096])
+def test_takes_float64_of_any_number_of_heads(arch, keys, heads):
+    """But several queries of many keys, if there are tensor cores for them.
+
+    The tiniest entries have a thread for each query.
+    """
+    for queries, dim in ((1, 32), (1, 64), (1, 256), (2, 64), (2, 256), (4, 128)):
+        asked = problem(
+            "float64", dim, queries, keys, num_heads=heads, num_kv_heads=heads
+        )
+        row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+        if queries == 1 or (queries == 2 and keys <= 64) or arch in ("sm_75", "sm_120"):
+            assert row is GEMV
+        else:
+            assert row.name == "tiled_f64"
+            reason = f"{queries} queries of {keys} keys are faster on tensor cores"
+            assert dict(refused)["gemv"] == reason
+    asked = problem("float64", 8, 1, 1, num_heads=heads, num_kv_heads=heads)
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+    assert row.name == "tiny"
+    assert "a thread for each row is faster" in dict(refused)["gemv"]
 
 
 @pytest.mark.parametrize(
@@ -176,6 +196,22 @@ def test_takes_as_many_keys_as_pay():
         assert "faster on tensor cores" in GEMV.unsupported_reason(asked, device())
     for dtype, dim in (("float16", 32), ("bfloat16", 32), ("float32", 64)):
         assert GEMV.unsupported_reason(problem(dtype, dim, 1, 4096), device()) is None
+
+
+def test_takes_longer_axes_of_keys_where_no_sum_is_long():
+    for dtype, most in (("float16", 4096), ("float32", 32768), ("float64", 32768)):
+        few = {"num_heads": 300, "num_kv_heads": 300}
+        assert (
+            GEMV.unsupported_reason(problem(dtype, 32, 1, most, **few), device())
+            is None
+        )
+        reason = GEMV.unsupported_reason(
+            problem(dtype, 32, 1, most + 1, **few), device()
+        )
+        assert f"1 to {most} keys, not {most + 1}" in reason
+        assert GEMV_VJP.unsupported_reason(
+            gradient(problem(dtype, 32, 1, 4097)), device()
+        )
 
 
 def test_takes_many_wide_heads():
@@ -313,8 +349,10 @@ def test_gradients_are_left_to_the_next_row(asked, reason):
 @pytest.mark.parametrize(("dtype", "queries", "keys", "dim", "dim_v"), SIZES_OF_DTYPES)
 def test_threads_hold_all_columns(dtype, queries, keys, dim, dim_v):
     asked = problem(dtype, dim, queries, keys, head_dim_v=dim_v)
-    forward = () if dtype == "float64" else GEMV.configs(asked, 1, device())
-    for config in (*forward, GEMV_VJP.config(asked, 1, device())):
+    for config in (
+        *GEMV.configs(asked, 1, device()),
+        GEMV_VJP.config(asked, 1, device()),
+    ):
         n = {n: int(x) for n, x in config.variant.defines if x.isdigit()}
         assert n["QUERIES"] == queries
         assert n["LANES"] * n["VECTOR"] * n["PARTS_K"] >= dim
@@ -388,6 +426,57 @@ def test_blocks_share_keys_where_entries_are_few(heads, keys, splits):
     names = [c.variant.entry for c in GEMV_VJP.configs(asked, 1, device(), False)]
     totals = ["attention_vjp_gemv_totals"] * (splits > 1)
     assert names == [*totals, "attention_vjp_gemv"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "keys", "dim", "splits"),
+    [
+        ("float32", 1, 128, 64, 1),
+        ("float32", 1, 512, 64, 4),
+        ("float32", 1, 4096, 64, 32),
+        ("float32", 1, 32768, 64, 103),
+        ("float32", 32, 4096, 128, 8),
+        ("float32", 100, 4096, 64, 5),
+        ("float32", 265, 4096, 64, 1),
+        ("float64", 1, 32, 64, 1),
+        ("float64", 1, 512, 256, 32),
+        ("float64", 32, 4096, 64, 8),
+        ("float64", 32, 4096, 256, 8),
+        ("float64", 265, 4096, 64, 1),
+    ],
+)
+def test_blocks_share_keys_forward(dtype, heads, keys, dim, splits):
+    """One launch: the last block of an entry combines what all have found."""
+    asked = problem(dtype, dim, 1, keys, num_heads=heads, num_kv_heads=heads)
+    assert GEMV.unsupported_reason(asked, device()) is None
+    assert GEMV.num_splits(asked, device()) == splits
+    split = GEMV.split_kv(asked, device())
+    assert (split.num_splits, split.in_kernel) == (splits, True)
+    (config,) = GEMV.configs(asked, 1, device())
+    of = GEMV.tuning.layout(asked, device())
+    assert config.num_blocks == math.ceil(heads / of.entries) * splits
+    assert ("KEY_SPLITS" in dict(config.variant.defines)) == (splits > 1)
+    assert splits == 1 or heads <= GEMV.num_counters(device())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_memory_between_blocks_that_share_keys(dtype):
+    """Room for the columns of each query of a part, and for m and l."""
+    pytest.importorskip("cupy")
+    from cupyflash._attention import problem as attention_problem
+    from cupyflash._attention.gpu.simt.gemv_forward_plan import gemv_steps
+
+    q, k = np.zeros((5, 3, 2, 64), dtype), np.zeros((5, 3, 2000, 64), dtype)
+    asked, operands = attention_problem.attention(
+        q, k, k, None, None, None, False, None, None, 0.0, None, None, None, None,
+        "bhsd", "float32", False, None, "auto",
+    )  # fmt: skip
+    splits = GEMV.num_splits(asked, device())
+    assert splits > 1
+    ((_, arguments),), scratch, *_ = gemv_steps(GEMV, asked, operands, device())
+    assert (arguments[5], arguments[7]) == ("parts", splits)
+    assert arguments[6].numbers >= 5 * 3
+    assert scratch["parts"] == splits * 5 * 3 * 2 * (64 + 2) * q.itemsize
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -480,7 +569,10 @@ def few_heads(monkeypatch):
         )
         row = dataclasses.replace(first, tuning=tuning)
         if first is GEMV:
-            row = dataclasses.replace(row, wide_heads_per_sm=0)
+            row = dataclasses.replace(
+                row, wide_heads_per_sm=0, most_keys_beside_tiles=4096,
+                most_beside_tiles=8,
+            )  # fmt: skip
         return (row, *rest)
 
     small_entries.change_tables(monkeypatch, take_all)
@@ -494,6 +586,10 @@ def shared_keys(few_heads, monkeypatch):
         first, *rest = rows
         if isinstance(first, type(GEMV_VJP)):
             first = dataclasses.replace(first, keys_of_block=32, least_steps=1)
+        else:
+            first = dataclasses.replace(
+                first, combining=0, combining_one=0, least_steps=1
+            )
         return (first, *rest)
 
     small_entries.change_tables(monkeypatch, share)
@@ -515,7 +611,7 @@ def keeps(request, monkeypatch):
 def check_both(cupy, rng, dtype, size, batch=(5,), **options):
     small_entries.check_both(
         "gemv", cupy, rng, dtype, size, (2, 2), batch,
-        makes_forward=dtype != "float64", **options,
+        **options,
     )  # fmt: skip
 
 
@@ -653,6 +749,58 @@ def test_nan_and_infinities_stay_where_they_are_seen(
 )
 def test_blocks_that_share_keys(cupy, rng, shared_keys, dtype, size):
     check_both(cupy, rng, dtype, size, batch=(2,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+def test_forward_of_shared_keys(cupy, rng, shared_keys, dtype):
+    """With every option, the same bits in every run, and of any number of parts."""
+    batch, heads, queries, keys = 2, 3, 2, 700
+    q, k, v, _ = inputs(
+        rng, dtype, (batch, heads, queries, 64), (batch, heads, keys, 64), 32
+    )
+    bias = rng.normal(size=(heads, queries, keys)).astype(dtype_of(dtype))
+    bias[..., 300:420] = -np.inf
+    options = {
+        "bias": bias, "mask": rng.random((queries, keys)) < 0.7, "softcap": 5.0,
+        "sinks": rng.normal(size=heads).astype(np.float32),
+        "alibi_slopes": rng.random(heads).astype(np.float32) / 100, "causal": True,
+        "key_lengths": np.array([keys, 333]), "query_lengths": np.array([2, 1]),
+    }  # fmt: skip
+    expected, expected_lse, _ = oracle.attention(q, k, v, **options)
+    placed = [place(cupy, x) for x in (q, k, v)]
+    on_card = {
+        n: cupy.asarray(x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    told = cupyflash.explain("attention", *placed, **on_card)
+    assert told.kernel == "gemv"
+    assert told.details["split of the keys"] > 1
+    runs = []
+    for _ in range(3):
+        vjp_laws.poison(cupy, (64, 64))
+        runs.append(cupyflash.attention(*placed, return_lse=True, **on_card))
+    assert max_error(runs[0][0], expected) <= BOUNDS["attention"][dtype]
+    np.testing.assert_allclose(to_host(runs[0][1]), expected_lse, rtol=1e-5, atol=1e-5)
+    for out, lse in runs[1:]:
+        np.testing.assert_array_equal(to_host(out), to_host(runs[0][0]))
+        np.testing.assert_array_equal(to_host(lse), to_host(runs[0][1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("heads", [1, 40])
+def test_calls_one_after_the_other_count_from_zero(cupy, rng, dtype, heads):
+    """Calls with other numbers of heads and parts share the counters of a stream."""
+    for keys in (600, 5000, 600):
+        q, k, v, _ = inputs(rng, dtype, (heads, 1, 64), (heads, keys, 64), 64)
+        q /= 6  # no large scores
+        placed = [place(cupy, x) for x in (q, k, v)]
+        assert cupyflash.explain("attention", *placed).kernel == "gemv"
+        expected, *_ = oracle.attention(q, k, v)
+        for _ in range(2):
+            out = cupyflash.attention(*placed)
+            assert max_error(out, expected) <= BOUNDS["attention"][dtype]
 
 
 @pytest.mark.gpu

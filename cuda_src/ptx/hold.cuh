@@ -22,7 +22,17 @@ __device__ __forceinline__ double2 load_here(const double* x) {
   return y;
 }
 
-// The same, and `x` must have been computed before.
+// The same for one number.
+__device__ __forceinline__ double load_one_here(const double* x) {
+  double y;
+  asm volatile("ld.volatile.shared.f64 %0, [%1];"
+               : "=d"(y)
+               : "r"(unsigned(__cvta_generic_to_shared(x)))
+               : "memory");
+  return y;
+}
+
+// As hold(count, number), and `x` must have been computed before.
 __device__ __forceinline__ void hold(int count, int number, const double (&x)[4]) {
   if (count != ~number) return;
 #pragma unroll

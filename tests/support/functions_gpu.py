@@ -44,6 +44,7 @@ DTYPES = {
         "mma": ("float16", "bfloat16"),
         "mma_split": ("float32",),
         "short_f64": ("float64",),
+        "sections_f64": ("float64",),
         "tiled_f64": ("float64",),
         "hopper": ("float16", "bfloat16"),
         "hopper_wide": ("float16", "bfloat16"),
@@ -103,6 +104,7 @@ def calls(rng):
             "mask": scores.sliding_window(90),
         }),
         "few keys": (2, 4, 2, 150, 20, 64, 64, both),
+        "wide": (2, 4, 2, 150, 170, 136, 136, both),
         "nothing seen": (1, 2, 2, 70, 90, 32, 32, {"mask": lambda i, j: i > j + 60}),
         "hidden by the score": (1, 2, 2, 70, 200, 64, 64, {
             "score": lambda s, i, j: np.where(

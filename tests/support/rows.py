@@ -181,7 +181,7 @@ _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
     "options": ("bfloat16", "float32"),
     "odd": ("float16",),
-    "wide heads": ("float16", "bfloat16"),
+    "wide heads": ("float16", "bfloat16", "float64"),
     "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),

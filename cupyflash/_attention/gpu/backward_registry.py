@@ -1,6 +1,7 @@
 """The table of gradient kernels of attention, best first."""
 
 from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP
+from cupyflash._attention.gpu.fp64.sections_backward import SECTIONS_F64_VJP
 from cupyflash._attention.gpu.fp64.short_backward import SHORT_F64_VJP
 from cupyflash._attention.gpu.simt.backward import TILED_VJP
 from cupyflash._attention.gpu.simt.gemv_backward import GEMV_VJP
@@ -20,6 +21,7 @@ ATTENTION_VJP_KERNELS = (  # best first
     MMA_VJP,
     MMA_SPLIT_VJP,
     SHORT_F64_VJP,
+    SECTIONS_F64_VJP,
     TILED_F64_VJP,
     TILED_VJP,
 )

@@ -184,6 +184,7 @@ OF_A_ROW = {
     ("attention_vjp", "mma"): ("both", "odd"),
     ("attention_vjp", "mma_split"): ("odd", "square"),
     ("attention_vjp", "short_f64"): ("few keys",),
+    ("attention_vjp", "sections_f64"): ("wide",),
     ("attention_vjp", "tiled_f64"): ("both", "odd"),
 }
 ON_CARD = [

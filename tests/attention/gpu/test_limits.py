@@ -348,6 +348,12 @@ VJP_PRODUCTS = {
         ("fp64/short_backward.cu: unit + kTeams",
          lambda p: attention_config.num_heads(p) * -(-p.seqlen_q // 16) + 8),
     ),
+    "sections_f64": (
+        ("fp64/products.cuh: (step + kStages) * kStep",
+         lambda p: max(p.seqlen_q, p.seqlen_k) + 5 * 16),
+        ("fp64/sections_scores.cu: steps + steps_v",
+         lambda p: p.head_dim + p.head_dim_v + 2 * 16),
+    ),
     "tiled_f64": (
         ("fp64/backward.cuh: tile * kBlockN + kBlockN",
          lambda p: max(p.seqlen_q, p.seqlen_k) + 2 * 64),

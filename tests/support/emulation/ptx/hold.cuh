@@ -10,6 +10,7 @@ inline void hold(int count, int number) {
 inline double2 load_here(const double* x) {
   return *reinterpret_cast<const double2*>(x);
 }
+inline double load_one_here(const double* x) { return *x; }
 inline void hold(int count, int number, const double (&)[4]) { hold(count, number); }
 
 }  // namespace ptx

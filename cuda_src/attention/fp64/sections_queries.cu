@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_sections_f64_queries: dq of the queries of a section, in float64.
+//
+// Algorithm  dq = scale factor dS k
+// Grid       1-D, one block per entry of the section, tile of queries and tile of
+//            columns, which are fastest; with LOOP_SPLITS several share the keys, and
+//            attention_vjp_sections_f64_sum adds what they leave
+// Tiles      products.cuh
+// Memory     global: dS once per tile of columns, k once per tile of queries, mostly
+//            from L2; dq once, and once more for each kRunSteps
+// Numbers    float64, in a fixed order of sums: the same bits in every run. If a
+//            gradient is not finite, `found` asks for the fallback
+// Limits     none
+#include "attention/fp64/sections.cuh"
+#include "attention/fp64/sections_sums.cuh"
+#include "attention/simt/loop_splits.cuh"
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_sections_f64_queries(
+        const elem_t* __restrict__ k, const double* __restrict__ score_grads,
+        const accum_t* __restrict__ factor,  // as delta
+        grad_t* dq,               // or sums of splits: (split, entry, query, column)
+        int* __restrict__ found,  // 1: something is not finite
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads,
+        const __grid_constant__ grads_t of_dq,
+        const __grid_constant__ section_t section) {
+  const index_t tiles_d = (params.head_dim + kBlockN - 1) / kBlockN;
+  const index_t tiles_q = (section.num_rows + kBlockM - 1) / kBlockM;
+  const index_t num_splits = kSplitsLoop ? section.num_splits : 1;
+  const index_t split = split_index(num_splits);
+  const index_t work = work_index(num_splits);
+  const index_t row_tile = divide(work, tiles_d);
+  const index_t entry = divide(row_tile, tiles_q);
+  if (entry >= section.num_entries()) return;
+  const index_t d0 = (work - row_tile * tiles_d) * kBlockN;
+  const index_t i_own = (row_tile - entry * tiles_q) * kBlockM;
+  const index_t i0 = section.first_row + i_own;
+  const tile_coord_t at = place_of(params, grads, section, entry).at;
+  index_t first, last;
+  {
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    const range_t keys = keys_of_square(scores, params, square_of(i0));
+    first = keys.first / kStep * kStep;
+    last = larger_of(first, keys.last);
+    if constexpr (kSplitsLoop) take_steps(first, last, split, num_splits);
+  }
+  const int num_steps = static_cast<int>((last - first + kStep - 1) / kStep);
+  const double* const own =
+      score_grads + section.matrix(entry) + i_own * section.cols + first;
+  const double* const rows = at.at_kv(k, params.k) + first * params.k.row + d0;
+  const index_t num_keys = last - first;
+  const int num_cols = static_cast<int>(params.head_dim - d0);
+  const auto fetch = [&](double* stage, int step) {
+    copy_lines<kBlockM, kStep>(stage, own + kStep * step, section.cols, kBlockM, kStep);
+    copy_lines<kStep, kBlockN>(stage + kSecondAt, rows + kStep * step * params.k.row,
+                               params.k.row, static_cast<int>(num_keys) - kStep * step,
+                               num_cols);
+  };
+  ring_t ring;
+  ring.begin(num_steps, fetch);
+  const int num_own = static_cast<int>(smaller(section.num_rows - i_own, kBlockM));
+  const index_t row = kSplitsLoop ? params.head_dim : of_dq.row[0];
+  const index_t col = kSplitsLoop ? 1 : of_dq.col[0];
+  grad_t* to = dq + d0 * col;
+  if constexpr (kSplitsLoop) {
+    const index_t num_entries = section.num_entries();
+    to += ((split * num_entries + entry) * section.num_rows + i_own) * row;
+  } else {
+    to += locate(of_dq.kept, at.row_of_heads).of[1] + i0 * row;
+  }
+  const double* const factor_of = factor + at.row_of_heads * params.seqlen_q + i0;
+  bool nonfinite = false;
+  int step = 0;
+  do {
+    sums_t sums;
+    clear(sums);
+    const int end = min(step + kRunSteps, num_steps);
+    multiply<kByRows, kBySlots, false, 0>(sums, ring, step, end, fetch);
+    for_each_sum(sums, num_own, num_cols, [&](int i, int d, double sum) {
+      grad_t& x = to[i * row + d * col];
+      const double term = kSplitsLoop ? sum : sum * factor_of[i] * params.scale;
+      nonfinite |= !is_finite(term);
+      x = step > 0 ? x + term : term;
+    });
+    step = end;
+  } while (step < num_steps);
+  if (nonfinite) *found = 1;
+}

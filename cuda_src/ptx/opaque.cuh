@@ -13,6 +13,8 @@ __device__ __forceinline__ void launder(long long& word) {
   asm volatile("" : "+l"(word));
 }
 
+__device__ __forceinline__ void launder(float& x) { asm volatile("" : "+f"(x)); }
+
 template <typename T> __device__ __forceinline__ void launder(const T*& pointer) {
   asm volatile("" : "+l"(pointer));
 }

@@ -22,8 +22,10 @@ constexpr bool kTwoLevelSums = false;  // a single run
 constexpr int kRunTiles = 1;
 #endif
 
-// The sums of a thread: an array of T of any rank, indexed by constants only.
-template <typename T, typename Sums, bool kExists = kTwoLevelSums>
+// The sums of a thread: an array of T of any rank, indexed by constants only, unless
+// they are on the stack meanwhile (kOnStack).
+template <typename T, typename Sums, bool kExists = kTwoLevelSums,
+          bool kOnStack = false>
 class two_level_sum_t {
  public:
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
@@ -70,7 +72,8 @@ class two_level_sum_t {
     constexpr int kAtOnce = 32 / sizeof(T);  // loads from the stack in flight
     T* const x = reinterpret_cast<T*>(&sums);
     const bool has_sums = any();
-#pragma unroll
+    constexpr int kUnroll = kOnStack ? 1 : (kCount + kAtOnce - 1) / kAtOnce;
+#pragma unroll kUnroll
     for (int first = 0; first < kCount; first += kAtOnce) {
       T high[kAtOnce] = {}, low[kAtOnce] = {};
 #pragma unroll
@@ -98,7 +101,8 @@ class two_level_sum_t {
   volatile int any_;
 };
 
-template <typename T, typename Sums> class two_level_sum_t<T, Sums, false> {
+template <typename T, typename Sums, bool kOnStack>
+class two_level_sum_t<T, Sums, false, kOnStack> {
  public:
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ bool any() const { return false; }

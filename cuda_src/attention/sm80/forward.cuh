@@ -35,6 +35,18 @@ static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kWarpsPerRow) == 0);
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
 static_assert(kWarpsPerRow == 1 || (!kHasTerms && !kSplits));
 
+// float32 of more than 128 columns: few registers are left beside o.
+constexpr bool kWide =
+    kParts == 2 && (kHeadDim > 128 || kHeadDimV > 128) && kRowTiles == 1;
+// What a loop needs once per tile: on the stack if registers are that few.
+template <bool kFew> struct kept_of {
+  using type = float;
+};
+template <> struct kept_of<true> {
+  using type = volatile float;
+};
+using kept_t = kept_of<kWide>::type;
+
 // Accumulators: number e of a tile is in row e / 2 * 8 + lane / 4 and column lane % 4 *
 // 2 + e % 2. lanes_t gives the position of a tile.
 using scores_frag_t = float[kRowTiles][kScoreTiles][4];
@@ -46,8 +58,23 @@ __device__ __forceinline__ void copy_operand(unsigned char* smem,
                                              const unsigned char* operand) {
   static_assert(kBytes % 16 == 0);
   const unsigned to = shared_address(smem);
+  constexpr unsigned kRound = kNumThreads * 16;
+  if constexpr (kWide) {
+    unsigned first = threadIdx.x * 16;
+    ptx::launder(first);
 #pragma unroll
-  for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
+    for (unsigned n = 0; n < kBytes / kRound; ++n) {
+      ptx::copy_async_or_zero(to + first + n * kRound, operand + first + n * kRound,
+                              16);
+    }
+    if (first < kBytes % kRound) {
+      first += kBytes / kRound * kRound;
+      ptx::copy_async_or_zero(to + first, operand + first, 16);
+    }
+    return;
+  }
+#pragma unroll
+  for (unsigned n = threadIdx.x * 16; n < kBytes; n += kRound) {
     ptx::copy_async_or_zero(to + n, operand + n, 16);
   }
 }

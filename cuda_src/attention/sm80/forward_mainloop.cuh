@@ -6,11 +6,6 @@
 #include "attention/sm80/forward_scores.cuh"
 #include "attention/sm80/nonfinite_values.cuh"
 
-// How q of float32 was split.
-struct split_queries_t {
-  float unit = 1, size = 0;  // factor from products of parts to q.k; largest magnitude
-};
-
 class mainloop_t : public loader_t {
  public:
   lanes_t lanes;
@@ -86,6 +81,7 @@ class mainloop_t : public loader_t {
       q.size = split_q(smem.q, smem.largest_q, reload_state(state).work.q_rows,
                        params.q.row, reload_state(state).work.num_rows, dim,
                        reload_state(state).has_aligned_q(), q.unit);
+      if (kWide && threadIdx.x == 0) state.split_q = q;
     } else {
       if (at.careful) {
         if (kOutByP && at.begun) {  // too early
@@ -375,12 +371,15 @@ class mainloop_t : public loader_t {
   // s = q k^T from parts; scores that parts cannot represent are computed one by one.
   __device__ __forceinline__ void multiply_qk_parts(scores_frag_t& s,
                                                     const queries_t<kKeepQ>& q_frags,
-                                                    const split_queries_t& q,
+                                                    const split_queries_t& split_q,
                                                     const tile_stats_t& of_k,
                                                     const result_t& at, int j0) {
+    const split_queries_t& q = kWide ? reload_state(state).split_q : split_q;
     const scale_t scale(of_k.largest);
     const float unit = q.unit * scale.from_parts;
-    if constexpr (kParts == 2) {
+    if constexpr (kWide) {
+      multiply_qk_wide(s, smem.q, smem.k + stage_of(j0) * kStage, unit);
+    } else if constexpr (kParts == 2) {
       multiply_qk_split(s, lanes, unit);
     } else {
       multiply_qk(s, q_frags, lanes);
@@ -431,7 +430,11 @@ class mainloop_t : public loader_t {
     }
     exponentiate(at.rows, s, to_log2);
     if constexpr (kParts == 2) {
-      multiply_pv_split(at.o, s, lanes, values.from_parts);
+      if constexpr (kWide) {
+        multiply_pv_wide(at.o, s, smem.v + stage_of(j0) * kStage, values.from_parts);
+      } else {
+        multiply_pv_split(at.o, s, lanes, values.from_parts);
+      }
       at.two_level.end_tile(at.o, j0, j0 + tiles.distance, last);
     } else {
       multiply_pv(at.o, s, lanes);
@@ -483,14 +486,16 @@ class mainloop_t : public loader_t {
   // Reduces the sums over the lanes, and warps, that share rows.
   __device__ __forceinline__ void finish_sums(const result_t& at) const {
     at.two_level.finish(at.o);
+    float l[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      float& l = at.rows.l[r];
-      l += at.rows.rest[r];
-      l += shuffle_xor(l, 1);
-      l += shuffle_xor(l, 2);
+      l[r] = at.rows.l[r] + at.rows.rest[r];
+      l[r] += shuffle_xor(l[r], 1);
+      l[r] += shuffle_xor(l[r], 2);
     }
-    if constexpr (kWarpsPerRow > 1) add_other_warp(*smem.exchange, at.rows.l);
+    if constexpr (kWarpsPerRow > 1) add_other_warp(*smem.exchange, l);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) at.rows.l[r] = l[r];
     if (!kOutByP || !at.begun) ptx::wait_copy_groups<0>();
   }
 

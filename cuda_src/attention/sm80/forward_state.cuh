@@ -107,6 +107,11 @@ __device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
   return (num_tiles - 1 - tile) * kBlockM;
 }
 
+// How q of float32 was split.
+struct split_queries_t {
+  float unit = 1, size = 0;  // factor from products of parts to q.k; largest magnitude
+};
+
 // What is needed only at the end of the kernel, or for rare data: no registers for it
 // during the loop.
 struct block_state_t {
@@ -123,6 +128,7 @@ struct block_state_t {
   __device__ bool has_aligned_v() const { return kAligned || aligned_v; }
   bool special;                   // a value of this block's keys is not finite
   const unsigned char* operands;  // split tiles of k and v of this head
+  split_queries_t split_q;        // for wide heads
 };
 constexpr unsigned kBytesStatsOfStaging = 128, kBytesState = 384;
 static_assert(sizeof(block_state_t) <= kBytesState);

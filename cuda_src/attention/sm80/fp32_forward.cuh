@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/sm80/softmax.cuh"
+#include "ptx/registers.cuh"
 
 // The keys of a tile, one bit each.
 constexpr int kKeyWords = kBlockN / 32;
@@ -59,18 +60,15 @@ template <int kDim> struct staging_t {
   }
 };
 
-// Gathers the statistics of a tile; `load(n)` returns its chunk n.
-template <int kDim, typename Load>
-__device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
-  using staging_rows = staging_t<kDim>;
+// What a thread finds in its chunks of a tile.
+struct found_t {
   int largest = 0, smallest = kInfinityBits;
-#pragma unroll 4
-  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
-    const float4 x = load(n);
+
+  // Sees a chunk of a row.
+  __device__ __forceinline__ void see(tile_stats_t& tile_stats, int row, float4 x) {
     const int top =
         max(max(size_bits(x.x), size_bits(x.y)), max(size_bits(x.z), size_bits(x.w)));
     if (top >= kInfinityBits) {
-      const int row = n / staging_rows::kChunks;
       atomicOr(tile_stats.marked + row / 32, 1u << row % 32);
       const float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -83,12 +81,26 @@ __device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
       if (top != 0) smallest = min(smallest, top);
     }
   }
-  largest = __reduce_max_sync(kFullMask, largest);
-  smallest = __reduce_min_sync(kFullMask, smallest);
-  if (lanes_t::lane() == 0) {
-    atomicMax(&tile_stats.largest, largest);
-    atomicMin(&tile_stats.smallest, smallest);
+  __device__ __forceinline__ void tell(tile_stats_t& tile_stats) {
+    largest = __reduce_max_sync(kFullMask, largest);
+    smallest = __reduce_min_sync(kFullMask, smallest);
+    if (lanes_t::lane() == 0) {
+      atomicMax(&tile_stats.largest, largest);
+      atomicMin(&tile_stats.smallest, smallest);
+    }
   }
+};
+
+// Gathers the statistics of a tile; `load(n)` returns its chunk n.
+template <int kDim, typename Load>
+__device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
+  using staging_rows = staging_t<kDim>;
+  found_t found;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
+    found.see(tile_stats, n / staging_rows::kChunks, load(n));
+  }
+  found.tell(tile_stats);
 }
 
 // Stores 4 numbers of a row as kParts tiles of float16; nonfinite ones become 0.
@@ -323,6 +335,136 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_fr
       }
     }
     add_times(o, sum, n, unit);
+  }
+}
+
+// --- products of wide heads ----------------------------------------------------------
+
+// o of more than 128 columns leaves few registers: the compiler must neither keep
+// addresses from one tile of keys to the next nor begin many sums at a time. Products
+// of a step alternate between 4 sums, since each waits for the one before it in its
+// sum.
+constexpr int kSums = 4;
+
+// sum += a b over all parts, small ones first; b holds pairs of tiles of 8 columns.
+template <int kPairs>
+__device__ __forceinline__ void multiply_wide(float (&sum)[2 * kPairs][4],
+                                              const unsigned (&a)[kParts][4],
+                                              const unsigned (&b)[kParts][kPairs][4]) {
+#pragma unroll
+  for (int product = kParts == 2 ? 0 : 2; product < 3; ++product) {
+    const int part_a = product == 0, part_b = product == 1;
+#pragma unroll
+    for (int n = 0; n < 2 * kPairs; ++n) {
+      const unsigned (&of)[4] = b[part_b][n / 2];
+      pair16_t::mma(sum[n], a[part_a], of[n % 2 * 2], of[n % 2 * 2 + 1]);
+    }
+  }
+}
+
+// to += unit * sum, before what follows.
+__device__ __forceinline__ void add_wide(float (&to)[4], const float (&sum)[4],
+                                         float unit) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    to[e] = fmaf(sum[e], unit, to[e]);
+    ptx::launder(to[e]);
+  }
+}
+
+// s = unit * q k^T. Each step loads the operands of the next one.
+__device__ __forceinline__ void multiply_qk_wide(scores_frag_t& s,
+                                                 const unsigned char* smem_q,
+                                                 const unsigned char* smem_k,
+                                                 float unit) {
+  // Steps until the exchange of chunks repeats.
+  constexpr int kTurn = (lane_of_t<kHeadDim>::rows_t::kMask + 1) / 2;
+  static_assert(!kWide || (kSteps % kTurn == 0 && kOutTiles % kSums == 0));
+  unsigned thread = threadIdx.x;
+  ptx::launder(thread);
+  const int lane = lanes_t::lane(thread);
+  lane_of_t<kHeadDim> q(shared_address(smem_q), lanes_t::warp_row(thread) + lane % 16,
+                        lane / 16);
+  lane_of_t<kHeadDim> k(shared_address(smem_k), lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  unsigned a[2][kParts][4], b[2][kParts][kScoreTiles / 2][4];
+  auto load = [&](int step, int to) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      ptx::ldmatrix_x4(a[to][part], q.at(0, 2 * step) + part * kBytesQ);
+#pragma unroll
+      for (int pair = 0; pair < kScoreTiles / 2; ++pair) {
+        ptx::ldmatrix_x4(b[to][part][pair], k.at(16 * pair, 2 * step) + part * kBytesK);
+      }
+    }
+  };
+  load(0, 0);
+  clear<kScoreTiles>(s);
+#pragma unroll 1
+  for (int turn = 0; turn < kSteps / kTurn; ++turn) {
+#pragma unroll
+    for (int step = 0; step < kTurn; ++step) {
+      if (step == kTurn - 1) {
+        const unsigned by = turn + 1 < kSteps / kTurn ? kTurn * 32 : 0;
+        q.base += by;
+        k.base += by;
+      }
+      // After the last step the last turn once more, for nothing.
+      load((step + 1) % kTurn, (step + 1) % 2);
+      float sum[kScoreTiles][4] = {};
+      multiply_wide(sum, a[step % 2], b[step % 2]);
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; ++i) add_wide(s[0][i], sum[i], unit);
+    }
+  }
+}
+
+// o += unit * p v, likewise
+__device__ __forceinline__ void multiply_pv_wide(out_frag_t& o, const scores_frag_t& p,
+                                                 const unsigned char* smem_v,
+                                                 float unit) {
+  constexpr int kStepsOfTile = kBlockN / 16;
+  unsigned thread = threadIdx.x;
+  ptx::launder(thread);
+  const int lane = lanes_t::lane(thread);
+  const lane_of_t<kHeadDimV> v(shared_address(smem_v), lane % 16, lane / 16);
+  unsigned a[kStepsOfTile][kParts][4], b[2][kParts][kSums / 2][4];
+  auto load = [&](int n, int step, int to) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int pair = 0; pair < kSums / 2; ++pair) {
+        ptx::ldmatrix_x4_trans(b[to][part][pair],
+                               v.at(16 * step, n + 2 * pair) + part * kBytesV);
+      }
+    }
+  };
+  load(0, 0, 0);
+#pragma unroll
+  for (int step = 0; step < kStepsOfTile; ++step) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float (&tile)[4] = p[0][2 * step + n / 2];
+      unsigned words[kParts];
+      split(words, tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) a[step][part][n] = words[part];
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kOutTiles; n += kSums) {
+    float sum[kSums][4] = {};
+#pragma unroll
+    for (int step = 0; step < kStepsOfTile; ++step) {
+      const int next = step + 1 < kStepsOfTile ? n : n + kSums;
+      const int at = n / kSums * kStepsOfTile + step;
+      if (next < kOutTiles) load(next, (step + 1) % kStepsOfTile, (at + 1) % 2);
+      multiply_wide(sum, a[step], b[at % 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) add_wide(o[0][n + i], sum[i], unit);
+    // Never: a unit is a positive power of 2. But the assembler, which moves no product
+    // past a branch, would otherwise begin so many that other numbers are spilled.
+    if (unit == -1.f - n) return;
   }
 }
 

@@ -96,8 +96,8 @@ __device__ __forceinline__ void center(scores_frag_t& s, out_frag_t& o, softmax_
     }
     const bool stays = usual || now == before;
     rows.alpha[r] = stays ? 1.f : ptx::ex2_approx_ftz((before - now) * to_log2);
-    rows.l[r] *= rows.alpha[r];
-    rows.rest[r] *= rows.alpha[r];
+    rows.l[r] = rows.l[r] * rows.alpha[r];
+    rows.rest[r] = rows.rest[r] * rows.alpha[r];
     if (!usual) centers.at[r] = now;
   }
   rescale(o, rows);

@@ -25,7 +25,9 @@ class two_level_out_t {
           kHasMaskFunction ? next / kRun == j0 / kRun : next % kRun != 0;
       if (goes_on || next >= last) return;
       const factors_t factors(since_);
-      sum_.end(o, [&](int n) { return factors.of[row_of(n)]; });
+      with_room(o, [&](out_frag_t& x) {
+        sum_.end(x, [&](int n) { return factors.of[row_of(n)]; });
+      });
 #pragma unroll
       for (int r = 0; r < kRows; ++r) since_[r] = 1;
     }
@@ -34,11 +36,29 @@ class two_level_out_t {
   __device__ __forceinline__ void finish(out_frag_t& o) {
     if constexpr (kTwoLevelSums) {
       const factors_t factors(since_);
-      sum_.finish(o, [&](int n) { return factors.of[row_of(n)]; });
+      with_room(o, [&](out_frag_t& x) {
+        sum_.finish(x, [&](int n) { return factors.of[row_of(n)]; });
+      });
     }
   }
 
  private:
+  // Calls `change` with o, which is on the stack meanwhile if it leaves few registers.
+  template <typename Change>
+  static __device__ __forceinline__ void with_room(out_frag_t& o, Change change) {
+    if constexpr (kWide) {
+      out_frag_t on_stack;
+      float* const numbers = &on_stack[0][0][0];
+      put<kOutTiles>(numbers, o);
+      ptx::launder(numbers);
+      change(on_stack);
+      ptx::launder(numbers);
+      get<kOutTiles>(o, numbers);
+    } else {
+      change(o);
+    }
+  }
+
   struct factors_t {
     float of[kRows];
     __device__ __forceinline__ explicit factors_t(const volatile float* since) {
@@ -52,7 +72,7 @@ class two_level_out_t {
     return n / (kOutTiles * 4) * 2 + n % 4 / 2;
   }
 
-  two_level_sum_t<float, out_frag_t> sum_;
+  two_level_sum_t<float, out_frag_t, kTwoLevelSums, kWide> sum_;
   // For each row, the product of factors since a run ended.
   volatile float since_[kTwoLevelSums ? kRows : 1];
 };

@@ -19,9 +19,9 @@ constexpr float kLargeLog2 = 1 << 20;
 constexpr int kRows = 2 * kRowTiles;
 
 struct softmax_t {
-  float reference[kRows];       // the exponent of 2 that is subtracted
-  float l[kRows], rest[kRows];  // sum of the weights, and its rounding error
-  float alpha[kRows];           // 2^(old - new reference), valid where raise() says so
+  float reference[kRows];        // the exponent of 2 that is subtracted
+  kept_t l[kRows], rest[kRows];  // sum of the weights, and its rounding error
+  float alpha[kRows];            // 2^(old - new reference), valid where raise() says so
 
   // The reference starts at a finite number, so that -inf minus it needs no guard.
   // Scores below it count as -inf, unless there are no others (large_scores.cuh).
@@ -71,8 +71,8 @@ __device__ __forceinline__ bool raise(softmax_t& rows, const scores_frag_t& s,
       // inf - inf is NaN: avoid the difference.
       rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
       rows.reference[r] = next;
-      rows.l[r] *= rows.alpha[r];
-      rows.rest[r] *= rows.alpha[r];
+      rows.l[r] = rows.l[r] * rows.alpha[r];
+      rows.rest[r] = rows.rest[r] * rows.alpha[r];
     }
   }
   return moves;
@@ -188,8 +188,8 @@ __device__ __forceinline__ void move(softmax_t& rows, int r, float largest, bool
   // inf - inf is NaN: avoid the difference.
   rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
   rows.reference[r] = next;
-  rows.l[r] *= rows.alpha[r];
-  rows.rest[r] *= rows.alpha[r];
+  rows.l[r] = rows.l[r] * rows.alpha[r];
+  rows.rest[r] = rows.rest[r] * rows.alpha[r];
 }
 
 // Moves the reference of each row with too large a sum, as raise() does.

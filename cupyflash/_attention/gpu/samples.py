@@ -121,6 +121,14 @@ def representative():
         yield replace(wide, **_ALL_OPTIONS), 2
         yield replace(wide, **{**_ALL_OPTIONS, "softcap": 0.0}), 2
         yield with_functions(wide), 1
+        asked = replace(made_up("float32", head_dim), num_heads=16, num_kv_heads=16)
+        for options in ({}, {"right": 0}, {"bias": "float32"}, _ALL_OPTIONS):
+            yield replace(asked, **options), 1
+            yield replace(asked, **options, seqlen_q=64), 1
+        yield with_functions(asked), 1
+        yield replace(asked, head_dim_v=64), 1
+        yield replace(asked, head_dim=64), 1
+        yield replace(asked, seqlen_q=1 << 16, seqlen_k=1 << 16), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
     yield from _few()

@@ -57,6 +57,8 @@ _LEAST_SPLIT_QUERIES = 32
 # bytes that this may take.
 _READERS = 256
 _MOST_SPLIT_BYTES = 1 << 28
+# Wider float32 is always split in advance: its tiles leave a block no room to do it.
+_NARROW = 128
 # The longest second axis of a grid in use, and the longest third axis.
 _GRID_Y, _GRID_Z = 1 << 15, (1 << 16) - 1
 # Positions are sums of two such numbers and a tile.
@@ -185,6 +187,8 @@ class MmaKernel(spec.ForwardSpec):
         tiles = max(1, num_tiles(problem, _SMALL.block_m))
         wanted = 2 * device.num_sms // tiles
         least_keys = _LEAST_SPLIT_KEYS // max(1, min(wanted, 4))
+        if self.is_wide(problem):  # twice as slow, likewise
+            least_keys //= 2
         if (
             problem.precision == "tf32"
         ):  # twice as fast, with the same cost of combining
@@ -196,18 +200,24 @@ class MmaKernel(spec.ForwardSpec):
     def is_prepared(self, problem: AttentionProblem) -> bool:
         """Whether another kernel splits the keys and values into parts in advance.
 
-        The parts need memory, which must not exceed that of out or, with split keys, a
-        fixed bound.
+        The parts need memory, which must not exceed four times that of out or, with
+        split keys and for wide heads, a fixed bound.
         """
         if problem.dtype != "float32":
             return False
         keys = self._num_kv_heads(problem) * problem.seqlen_k
         parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
-        if problem.keys_of_part is not None:
+        if problem.keys_of_part is not None and not self.is_wide(problem):
             readers = problem.seqlen_q * problem.group_size
             return readers >= _READERS and parts <= _MOST_SPLIT_BYTES
-        out = num_rows(problem) * problem.head_dim_v * 4
+        if self.is_wide(problem) and parts <= _MOST_SPLIT_BYTES:
+            return True
+        out = num_rows(problem) // num_splits(problem) * problem.head_dim_v * 4
         return parts <= _MOST_SPLIT * out
+
+    def is_wide(self, problem: AttentionProblem) -> bool:
+        """Whether it is float32 in two parts of more than 128 columns."""
+        return self.parts(problem) == 2 and max(self.dims(problem)) > _NARROW
 
     def split_operand_bytes(self, problem: AttentionProblem, device: Device) -> int:
         """Bytes of all tiles split in advance."""
@@ -315,11 +325,13 @@ class MmaKernel(spec.ForwardSpec):
         Tiles with the same block_n and warps_per_row sum a row in the same order, so
         that its bits do not depend on the choice.
         """
+        # A multiprocessor holds one block of a wide tile, whatever its size.
+        fewest = device.num_sms // 2 + 1 if self.is_wide(problem) else device.num_sms
         return largest_tile(
             self.fitting(problem, device),
             num_heads(problem),
             problem.seqlen_q,
-            lambda tile: device.num_sms,
+            lambda tile: fewest,
         )
 
     def configs(self, problem, batch_dims, device) -> tuple[LaunchConfig, ...]:
@@ -397,7 +409,18 @@ class MmaKernel(spec.ForwardSpec):
 
 _SMALL = MmaTile(64, 64, 128)
 
-# float32 in two parts, by head dimension; above 128 a thread has too few registers.
+# float32 in two parts above 128 columns, split in advance: a block has no room for
+# numbers that it would split itself. Not for sm_86, sm_89 and sm_120, where the last
+# would fit at 192 columns: their CUDA cores are as fast as a third of tensor cores.
+_WIDE = (
+    MmaTile(128, 32, 256, newest=(8, 0)),
+    MmaTile(96, 32, 192, newest=(8, 0)),
+    MmaTile(64, 32, 128, newest=(8, 0)),
+    MmaTile(128, 32, 256, oldest=(9, 0), newest=(11, 0)),
+    MmaTile(64, 32, 128, oldest=(9, 0), newest=(11, 0)),
+)
+
+# float32 in two parts, by head dimension.
 _TWO_PARTS: _Ladder = {
     64: (MmaTile(64, 64, 128, min_blocks=2), _SMALL),
     96: (MmaTile(128, 64, 256),),
@@ -406,7 +429,7 @@ _TWO_PARTS: _Ladder = {
         MmaTile(128, 32, 256),
         MmaTile(64, 32, 128),
     ),
-    256: (),
+    256: _WIDE,
 }
 # The same with options, or if each block splits: both take registers.
 _TWO_PARTS_AND_MORE: _Ladder = {
@@ -414,6 +437,7 @@ _TWO_PARTS_AND_MORE: _Ladder = {
     128: (MmaTile(64, 32, 128),),
     256: (),
 }
+_TWO_PARTS_AND_OPTIONS: _Ladder = {**_TWO_PARTS_AND_MORE, 256: _WIDE}
 _ONE_PART: _Ladder = {
     64: (MmaTile(128, 64, 256), _SMALL),
     128: (MmaTile(128, 64, 256), _SMALL),
@@ -457,10 +481,9 @@ MMA = MmaKernel(
             256: (MmaTile(64, 32, 128),),
         },
         ("float32", False): _TWO_PARTS,
-        **dict.fromkeys(
-            (("float32", True), ("float32 few", False), ("float32 few", True)),
-            _TWO_PARTS_AND_MORE,
-        ),
+        ("float32", True): _TWO_PARTS_AND_OPTIONS,
+        ("float32 few", False): _TWO_PARTS_AND_MORE,
+        ("float32 few", True): _TWO_PARTS_AND_MORE,
         ("tf32", False): {
             64: (MmaTile(128, 64, 128, 2, 2), _SMALL),
             # With one stage it would spill.

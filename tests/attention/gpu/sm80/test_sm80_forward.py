@@ -75,6 +75,17 @@ def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
     assert MMA.unsupported_reason(asked, device(arch)) is None
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256), (250, 64), (40, 256)])
+@pytest.mark.parametrize("options", [{}, {"mask": "bool", "softcap": 3.0}])
+def test_takes_large_head_dims_in_float32(arch, dims, options):
+    made = problem("float32", dims[0], head_dim_v=dims[1], **options)
+    asked = dataclasses.replace(made, num_heads=16, num_kv_heads=16)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+    assert row is MMA
+    assert MMA.is_prepared(asked)
+
+
 @pytest.mark.parametrize(
     ("asked", "arch", "reason"),
     [
@@ -82,7 +93,8 @@ def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
         (problem(), "sm_75", "needs sm_80"),
         (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
         (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 256"),
-        (problem("float32", 192), "sm_90a", "too few registers"),
+        (problem("float32", 192), "sm_86", "too little shared memory"),
+        (problem("float32", 256, seqlen_q=512), "sm_90a", "too little shared memory"),
         # Of fewer heads keys are in parts.
         (problem("float32", seqlen_q=63, num_heads=192), "sm_90a", "from 64 queries"),
         (problem("float32", seqlen_q=31), "sm_90a", "from 64 queries and keys on"),
@@ -240,6 +252,10 @@ def test_keys_are_split_beforehand_where_out_is_as_large():
         assert prepare.variant.entry == "attention_mma_prepare"
         out = 64 * 4096 * dims * 4
         assert MMA.split_operand_bytes(asked, device("sm_90a")) <= 4.1 * out
+    # Wide heads take up to 256 MiB for it.
+    for seqlen_k, prepared in ((2048, True), (2080, False)):
+        wide = problem("float32", 256, seqlen_q=256, seqlen_k=seqlen_k)
+        assert MMA.is_prepared(wide) == prepared
     few = problem("float32", seqlen_q=512)
     assert not MMA.is_prepared(few)
     (config,) = MMA.configs(few, 1, device("sm_90a"))
@@ -275,6 +291,8 @@ SHAPES = {
     "some": ((2, 4, 200, 64), (2, 2, 333, 64)),
     "odd": ((1, 6, 77, 33), (1, 3, 130, 33)),
     "wide": ((1, 2, 150, 128), (1, 1, 260, 128)),
+    "wider": ((1, 2, 70, 190), (1, 1, 100, 190)),
+    "widest": ((1, 2, 150, 256), (1, 1, 260, 256)),
     "few queries": ((2, 2, 70, 96), (2, 1, 900, 96)),
     "more queries": ((1, 2, 700, 40), (1, 2, 100, 40)),
 }
@@ -482,10 +500,15 @@ def test_references_that_move(cupy, rng, forced, dtype, head_dim, step):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("option", ["causal", "window", "mask", "bias"])
-@pytest.mark.parametrize(("dtype", "precision"), KINDS)
-def test_hidden_values_leave_no_bit(cupy, rng, forced, dtype, precision, option, bad):
+@pytest.mark.parametrize(
+    ("dtype", "precision", "head_dim"),
+    [*((*kind, 64) for kind in KINDS), ("float32", "float32", 256)],
+)
+def test_hidden_values_leave_no_bit(
+    cupy, rng, forced, dtype, precision, head_dim, option, bad
+):
     """Rows that do not see a NaN keep their bits; those that see it get it."""
-    q_shape, k_shape = (1, 2, 200, 64), (1, 2, 260, 64)
+    q_shape, k_shape = (1, 2, 200, head_dim), (1, 2, 260, head_dim)
     q, k, v = (
         rng.normal(size=s).astype(dtype_of(dtype)) for s in (q_shape, k_shape, k_shape)
     )
@@ -514,7 +537,7 @@ def test_hidden_values_leave_no_bit(cupy, rng, forced, dtype, precision, option,
     if bias is not None:
         seen = seen & ~np.isneginf(bias[..., 150])
     np.testing.assert_array_equal(result[~seen], expected[~seen])
-    others = np.arange(64) != 7
+    others = np.arange(head_dim) != 7
     np.testing.assert_array_equal(result[..., others], expected[..., others])
     assert not np.isfinite(result[seen][:, 7]).any()
 
@@ -540,8 +563,6 @@ def test_huge_rows_leave_others_alone(
     cupy, rng, forced, dtype, precision, head_dim, causal
 ):
     """A row of huge scores is its value of the largest; the rest keep their bits."""
-    if dtype == "float32" and head_dim > 128:
-        pytest.skip(MMA.unsupported_reason(problem(dtype, head_dim), device("sm_90a")))
     q, k, v = (
         rng.normal(size=(1, 2, n, head_dim)).astype(dtype_of(dtype))
         for n in (200, 260, 260)
@@ -628,11 +649,15 @@ def test_huge_biases(cupy, rng, forced, dtype, precision, by):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(150, 150), (70, 2000)])
 @pytest.mark.parametrize("kind", ["large q", "far values", "columns", "tiny", "huge"])
-@pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_numbers_that_float16_cannot_hold(cupy, rng, forced, seqlens, kind, precision):
+@pytest.mark.parametrize(
+    ("precision", "head_dim"), [("float32", 64), ("float32", 256), ("tf32", 64)]
+)
+def test_numbers_that_float16_cannot_hold(
+    cupy, rng, forced, seqlens, kind, precision, head_dim
+):
     """Tiles whose parts would lack digits are computed one by one."""
     q, k, v = (
-        rng.normal(size=(1, 2, n, 64)).astype(np.float32)
+        rng.normal(size=(1, 2, n, head_dim)).astype(np.float32)
         for n in (*seqlens, seqlens[1])
     )
     if kind == "large q":  # a column that meets zeros alone
@@ -640,7 +665,7 @@ def test_numbers_that_float16_cannot_hold(cupy, rng, forced, seqlens, kind, prec
     elif kind == "far values":
         v *= np.exp(rng.normal(size=(1, 2, seqlens[1], 1)) * 10).astype(np.float32)
     elif kind == "columns":
-        v *= np.exp(rng.normal(size=64) * 8).astype(np.float32)
+        v *= np.exp(rng.normal(size=head_dim) * 8).astype(np.float32)
     elif kind == "tiny":
         v *= np.float32(1e-25)
     else:

@@ -6,6 +6,7 @@ namespace ptx {
 
 inline void launder(unsigned&) {}
 inline void launder(long long&) {}
+inline void launder(float&) {}
 template <typename T> void launder(const T*&) {}
 inline void launder(float*) {}
 template <typename T> void keep_in_memory(volatile T*) {}

@@ -143,8 +143,9 @@ __device__ __forceinline__ void load_rows(smem_t& smem, const block_t& block,
   }
   if constexpr (kIsScaled) {
     const int d = chunk * kChunk + threadIdx.x;
-    if (threadIdx.x < kChunk && d < kDim) {
-      smem.scale[threadIdx.x] = exact_of(block.scales[d], block.scales[kDim + d]);
+    if (threadIdx.x < kChunk) {  // axes that are not there have a difference of 0
+      smem.scale[threadIdx.x] =
+          d < kDim ? exact_of(block.scales[d], block.scales[kDim + d]) : exact_t{};
     }
   }
 }

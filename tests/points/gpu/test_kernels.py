@@ -86,6 +86,11 @@ def check(given):
         {"dtype": "float64", "offset": 1e5},
         {"dtype": "float64", "c": 1e6},
         {"dtype": "float64", "dim": 20, "size": 2000},
+        *(
+            {"dim": dim, "size": 300, "bandwidth": (1.5,) * (dim - 1) + (2.5,), **dtype}
+            for dim in (9, 17)  # the last chunk of 16 axes has few
+            for dtype in ({}, {"dtype": "float64"})
+        ),
     ],
     ids=str,
 )

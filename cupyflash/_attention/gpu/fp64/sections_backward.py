@@ -1,6 +1,7 @@
 """The kernel spec of float64 gradients whose weights are kept in memory for a while."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from cupyflash._attention.gpu.fp64.forward import unsupported_reason
 from cupyflash._attention.gpu.gradient_config import rows_config
 from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
@@ -29,8 +31,10 @@ _MOST_COUNTED = (1 << 29) - 1
 # The most shared memory other than that of Tile.smem.
 _STATIC_SMEM = 3072
 
-# P and dS of a section together, unless there would be more sections than this.
-SECTION_BYTES, MOST_SECTIONS = 64 << 20, 1024
+# P and dS of a section together: half of the bytes of q, k, v and dout, within these
+# bounds, unless there would be more sections than this. Fewer sections are faster where
+# keys are many, since each adds to all of dk and dv.
+LEAST_BYTES, MOST_BYTES, MOST_SECTIONS = 64 << 20, 256 << 20, 1024
 _PAIR = 16
 
 # Threads of the kernels that only add.
@@ -157,12 +161,13 @@ class SectionsFloat64VjpKernel(BackwardSpec):
         return tuple(t for t in tiles if t.smem + _STATIC_SMEM <= device.smem_optin)
 
     def sections(
-        self, forward: AttentionProblem, num_kept: int, num_summed: int
+        self, problem: AttentionVjpProblem, num_kept: int, num_summed: int
     ) -> Iterator[Section]:
         """Those of a call, in order."""
+        forward = problem.forward
         queries = forward.seqlen_q
         keys = -(-forward.seqlen_k // STEP) * STEP
-        most = SECTION_BYTES // _PAIR // keys  # queries
+        most = section_bytes(problem) // _PAIR // keys  # queries
         most = max(most, num_kept * num_summed * queries // MOST_SECTIONS, SQUARE)
         squares = -(-queries // SQUARE)
         of_kept = max(1, most // (num_summed * queries))
@@ -255,6 +260,14 @@ class SectionsFloat64VjpKernel(BackwardSpec):
                 yield self.config(part, tile, *asked)
                 if part != "scores":
                     yield self.config(part, tile, *asked, splits=2)
+
+
+def section_bytes(problem: AttentionVjpProblem) -> int:
+    """The most bytes that P and dS of a section should take."""
+    of_rows = math.prod(problem.rows_shape) * problem.forward.head_dim_v  # dout
+    shapes = problem.q_shape, problem.k_shape, problem.v_shape
+    inputs = 8 * (of_rows + sum(math.prod(shape) for shape in shapes))
+    return max(LEAST_BYTES, min(MOST_BYTES, inputs // 2))
 
 
 def _even(n: int, most: int) -> Iterator[tuple[int, int]]:

@@ -39,7 +39,7 @@ def sections_float64_steps(row, problem, operands, device) -> Steps:
         device.num_sms,
     )  # fmt: skip
     summed = heads // entries.num_kept
-    sections = [*row.sections(forward, entries.num_kept, summed)]
+    sections = [*row.sections(problem, entries.num_kept, summed)]
     most = max(sections, key=lambda s: s.num_entries * s.num_rows)
     of_section = most.num_entries
     dims = forward.head_dim, forward.head_dim_v

@@ -15,7 +15,11 @@ import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.fp64 import sections_backward
-from cupyflash._attention.gpu.fp64.sections_backward import PRODUCTS, SQUARE
+from cupyflash._attention.gpu.fp64.sections_backward import (
+    PRODUCTS,
+    SQUARE,
+    section_bytes,
+)
 from cupyflash._attention.gpu.fp64.sections_backward import SECTIONS_F64_VJP as ROW
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import device as _device
@@ -66,14 +70,25 @@ def test_leaves_to_the_next_row(asked, arch, reason):
     assert kernel.select(ATTENTION_VJP_KERNELS, asked, device)[0] is not ROW
 
 
+def of_inputs(kept, summed, queries, keys):
+    """The problem of `summed` heads of q of 256 columns for each of `kept` of k."""
+    asked = problem(seqlen_q=queries, seqlen_k=keys, batch=(), num_heads=kept * summed)
+    forward = dataclasses.replace(asked.forward, num_kv_heads=kept)
+    q, k = (kept * summed, queries, 256), (kept, keys, 256)
+    return AttentionVjpProblem(forward, q, k, k)
+
+
 @pytest.mark.parametrize("kept", [1, 3, 32, 1000])
 @pytest.mark.parametrize("summed", [1, 4, 100])
 @pytest.mark.parametrize("queries", [1, 100, 512, 4096, 5000])
 @pytest.mark.parametrize("keys", [1, 500, 4096, 100_000])
 def test_sections_have_each_query_once_and_stay_small(kept, summed, queries, keys):
-    forward = problem(seqlen_q=queries, seqlen_k=keys).forward
+    asked = of_inputs(kept, summed, queries, keys)
+    assert section_bytes(asked) == min(
+        max(64 << 20, 1024 * kept * (summed * queries + keys) * 2), 256 << 20
+    )
     seen = {}
-    sections = [*ROW.sections(forward, kept, summed)]
+    sections = [*ROW.sections(asked, kept, summed)]
     assert len(sections) <= 2.2 * sections_backward.MOST_SECTIONS
     for section in sections:
         assert section.num_kept > 0 < section.num_rows
@@ -81,7 +96,7 @@ def test_sections_have_each_query_once_and_stay_small(kept, summed, queries, key
         rows = section.num_entries * section.num_rows
         least = kept * summed * queries / sections_backward.MOST_SECTIONS
         # A square of queries is the least that there can be.
-        small = 16 * rows * keys <= sections_backward.SECTION_BYTES
+        small = 16 * rows * keys <= section_bytes(asked)
         assert small or rows <= max(SQUARE, least)
         first, last = section.first_kept, section.first_kept + section.num_kept
         of_last = section.first_summed + section.num_summed
@@ -102,7 +117,8 @@ def test_sections_have_each_query_once_and_stay_small(kept, summed, queries, key
 def cupy(cupy, monkeypatch, request):
     """CuPy, with calls in one section or in several."""
     if request.param == "many":
-        monkeypatch.setattr(sections_backward, "SECTION_BYTES", 1 << 19)
+        for name in ("LEAST_BYTES", "MOST_BYTES"):
+            monkeypatch.setattr(sections_backward, name, 1 << 19)
     others = "gemv", "tiny"
     small_entries.change_tables(
         monkeypatch, lambda rows: tuple(row for row in rows if row.name not in others)

@@ -68,22 +68,25 @@ def check_both(
     )  # fmt: skip
 
 
-def check_parts_of_the_keys(cupy, rng, dtype, q, k, cut):
+def check_parts_of_the_keys(cupy, rng, dtype, q, k, cut, mask=None):
     """Gradients of keys before and after `cut` by the out and lse of all of them.
 
-    q and k are shapes. What flows into lse counts, too.
+    q and k are shapes. What flows into lse counts, too. `mask` is of queries and keys.
     """
     q, k, v, dout = inputs(rng, dtype, q, k)
     dlse = rng.normal(size=q.shape[:-1])
     dlse = dlse.astype(np.float64 if dtype == "float64" else np.float32)
-    agree(cupy, q, k, v, dout, dlse=dlse)
+    masked = {} if mask is None else {"mask": mask}
+    agree(cupy, q, k, v, dout, dlse=dlse, **masked)
     q, k, v, dout = (place(cupy, x) for x in (q, k, v, dout))
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    masked = {name: place(cupy, x) for name, x in masked.items()}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **masked)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse, **masked)
     dq = 0.0
     for part in (slice(0, cut), slice(cut, None)):
         keys, values = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
-        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse)
+        of_part = {n: cupy.ascontiguousarray(x[:, part]) for n, x in masked.items()}
+        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse, **of_part)
         dq = dq + wide(got.dq)
         for name in ("dk", "dv"):
             expected = wide(getattr(whole, name))[..., part, :]

@@ -151,14 +151,26 @@ __device__ __forceinline__ bool is_same_lse(float own, float given) {
   return fabsf(own - given) <= kUnits * fmaxf(1.f, fabsf(given));
 }
 
-// sum(dO_i * out_i), by a warp; 0 where out is 0, even if dO is NaN.
+// sum(dO_i * out_i), by a warp; 0 where out is 0, even if dO is NaN. All loads are
+// under way at a time, unless float32 with many keys has no registers for them.
 __device__ __forceinline__ float dot_out(const elem_t* out, index_t col_stride,
                                          const elem_t* dout, int dim) {
+  constexpr int kLoads =
+      kSplits && kKeyTiles > 4 ? 1 : (kHeadDimV + kWarpSize - 1) / kWarpSize;
   float sum = 0;
 #pragma unroll 1
-  for (int d = lane_index(); d < dim; d += kWarpSize) {
-    const float o = to<float>(out[d * col_stride]);
-    if (o != 0) sum = fmaf(o, to<float>(dout[d]), sum);
+  for (int first = lane_index(); first < dim; first += kLoads * kWarpSize) {
+    float loaded[kLoads];
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int d = first + n * kWarpSize;
+      loaded[n] = d < dim ? to<float>(out[d * col_stride]) : 0.f;
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const float o = loaded[n];
+      if (o != 0) sum = fmaf(o, to<float>(dout[first + n * kWarpSize]), sum);
+    }
   }
   return warp_reduce(sum, [](float a, float b) { return a + b; });
 }
@@ -292,17 +304,19 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
     }
     delta[r] = over_row(delta[r], [](float a, float b) { return a + b; });
   }
-  if (__any_sync(kFullMask, is_given[0] || is_given[1])) {
+  // Of one key some rows are taken for such by the rounding of their score: few, so
+  // that these alone are read.
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+  for (int r = 0; r < 2; ++r) {
+    unsigned left = __ballot_sync(kFullMask, is_given[r] && lane % 4 == 0);
 #pragma unroll 1
-      for (int n = 0; n < 8; ++n) {
-        const int row = rows.existing(n + 8 * r);
-        const float sum = dot_out(rows.out + row * params.out.row, params.out.col,
-                                  dout.at(rows.in_tile + row, 0),
-                                  static_cast<int>(params.head_dim_v));
-        if (lane / 4 == n && is_given[r]) delta[r] = sum;
-      }
+    for (; left != 0; left &= left - 1) {
+      const int n = (__ffs(static_cast<int>(left)) - 1) / 4;
+      const int row = rows.existing(n + 8 * r);
+      const float sum =
+          dot_out(rows.out + row * params.out.row, params.out.col,
+                  dout.at(rows.in_tile + row, 0), static_cast<int>(params.head_dim_v));
+      if (lane / 4 == n) delta[r] = sum;
     }
   }
 #pragma unroll

@@ -55,7 +55,8 @@ class MmaShortVjpKernel(BackwardSpec):
     share those queries, up to so many keys by the queries: `keys_of_few_heads`. Of wide
     heads `wide_keys` pay off, of any queries and heads; blocks have `wide_warps` for
     each 16 keys, so that registers hold dk and dv of several tiles, and `wide_queries`
-    at a time.
+    at a time. `queries_of_few_wide_heads` are the fewest of heads that do not fill a
+    device of sm_90.
     """
 
     registers: dict[int, dict[float, int]]
@@ -64,6 +65,7 @@ class MmaShortVjpKernel(BackwardSpec):
     wide_keys: dict[int, int]
     wide_warps: dict[int, int]
     wide_queries: dict[int, int]
+    queries_of_few_wide_heads: dict[int, int]
     most_keys: int = 112  # more spill
     # Keys in tiles that spill in float32, of wide heads the fewest that do, and the
     # devices from which on.
@@ -115,7 +117,7 @@ class MmaShortVjpKernel(BackwardSpec):
         if heads >= device.num_sms or splits == 1:
             return short_forward.refuse_few_blocks(heads, device)
         if _is_wide(forward):
-            return None
+            return self._refuse_short_loops(forward, device)
         ladder = self.keys_of_few_heads[ITEMSIZE[forward.dtype]]
         most_keys = by_threshold(ladder, forward.seqlen_q)
         if forward.seqlen_k > most_keys:
@@ -124,6 +126,14 @@ class MmaShortVjpKernel(BackwardSpec):
                 f"not {forward.seqlen_k}"
             )
         return None
+
+    def _refuse_short_loops(self, forward, device):
+        """Why few wide heads of so few queries are left to `hopper_wide`, or None."""
+        least = self.queries_of_few_wide_heads.get(ITEMSIZE[forward.dtype], 0)
+        if device.cc[0] != 9 or forward.group_size > 1 or forward.seqlen_q >= least:
+            return None
+        heads = num_kv_heads(forward)
+        return f"asks for {least} queries of {heads} heads, not {forward.seqlen_q}"
 
     def warps(self, forward: AttentionProblem) -> int:
         """Warps that share a head of k and v: one per 16 queries, or keys."""
@@ -290,4 +300,5 @@ MMA_SHORT_VJP = MmaShortVjpKernel(
     wide_keys={2: 32, 4: 32},
     wide_warps={2: 4, 4: 4},
     wide_queries={2: 64, 4: 32},
+    queries_of_few_wide_heads={2: 513},
 )

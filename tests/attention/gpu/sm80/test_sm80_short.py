@@ -163,13 +163,41 @@ def test_registers_hold_dk_of_wide_heads(dtype, dim, queries, keys):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "arch", "heads", "queries", "group", "taken"),
+    [
+        ("float16", "sm_90a", 32, 512, 1, False),
+        ("bfloat16", "sm_90a", 1, 512, 1, False),
+        ("float16", "sm_90a", 32, 513, 1, True),
+        ("float16", "sm_90a", 200, 512, 1, True),
+        ("float16", "sm_90a", 32, 512, 2, True),
+        ("float16", "sm_80", 32, 512, 1, True),
+        ("float32", "sm_90a", 32, 512, 1, True),
+    ],
+)
+def test_few_wide_heads_of_few_queries_are_left_to_hopper(
+    dtype, arch, heads, queries, group, taken
+):
+    few = {"num_heads": heads * group, "num_kv_heads": heads}
+    asked = gradient(problem(dtype, 256, queries, 16, **few))
+    reason = MMA_SHORT_VJP.unsupported_reason(asked, device(arch))
+    assert reason == (
+        None if taken else f"asks for 513 queries of {heads} heads, not 512"
+    )
+    if not taken:
+        row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+        assert row.name == "hopper_wide"
+
+
+@pytest.mark.parametrize(
     ("dtype", "dims", "queries", "keys", "warps"),
     [
         ("float32", (256, 256), 1000, 32, 4),
         ("float32", (256, 256), 1000, 16, 2),
         ("float32", (256, 192), 16, 16, 4),
-        ("float32", (256, 96), 16, 16, 3),  # 96 columns are six steps of 16
-        ("float32", (256, 33), 16, 16, 1),
+        ("float32", (256, 96), 16, 16, 2),  # no third of 256 columns is whole steps
+        ("float32", (192, 96), 16, 16, 3),
+        ("float32", (256, 33), 16, 16, 4),  # of 64 columns, as compiled
+        ("float32", (256, 17), 16, 16, 2),
         ("float16", (256, 256), 1000, 32, 2),
         ("float16", (256, 256), 1000, 16, 1),
         ("float32", (128, 128), 1000, 32, 1),
@@ -446,6 +474,31 @@ def test_parts_of_keys_of_blocks_that_share_queries(cupy, rng, dtype):
     batch = -(-num_sms(cupy) // 6)
     small_entries.check_parts_of_the_keys(
         cupy, rng, dtype, (batch, 2, 900, 64), (batch, 2, 16, 64), cut=7
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [30, 70])
+@pytest.mark.parametrize("cut", [1, 7])
+def test_parts_of_keys_of_wide_heads(cupy, rng, dtype, queries, cut):
+    batch = num_sms(cupy) // 2 + 1
+    small_entries.check_parts_of_the_keys(
+        cupy, rng, dtype, (batch, 2, queries, 200), (batch, 2, 16, 200), cut
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_gemv")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [24, 100])
+def test_rows_of_which_some_have_an_lse_of_other_keys(cupy, rng, dtype, queries):
+    """Only these read out; the others see no key of the other part."""
+    shape = num_sms(cupy), 2, queries, 40
+    mask = np.ones((queries, 16), bool)
+    mask[::3, 7:] = mask[5::7, :7] = False
+    small_entries.check_parts_of_the_keys(
+        cupy, rng, dtype, shape, (*shape[:2], 16, 40), cut=7, mask=mask
     )
 
 

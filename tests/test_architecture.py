@@ -85,10 +85,11 @@ SOFTMAX_GPU = (
     {"config", "transpose"},
 )
 POINTS_GPU = (
+    {"gradients"},
     {"dispatch"},
-    {"plan", "clouds"},
+    {"plan", "gradient_plan", "clouds"},
     {"coverage"},
-    {"registry"},
+    {"registry", "moments"},
     {"config", "series", "functions"},
 )
 
@@ -103,7 +104,7 @@ WITH_CUPY = {
         "structs",
     },
     "_softmax.gpu": {"complex"},
-    "_points.gpu": {"dispatch", "clouds"},
+    "_points.gpu": {"dispatch", "clouds", "gradients"},
     "_attention.gpu": {
         "forward",
         "backward",

@@ -12,15 +12,16 @@
 
 using coord_t = COORD_T;
 using value_t = ACCUM_T;
+using weight_t = WEIGHT_T;
 
 extern "C" __global__ void points_arrange(
-    const coord_t* __restrict__ x,        // (batch, num_points, kDim)
-    const value_t* __restrict__ weights,  // (batch, num_points), natural log, or null
-    const value_t* __restrict__ values,   // (batch, num_points, num_columns), or null
-    const long long* __restrict__ order,  // (batch, num_points), or null
-    coord_t* __restrict__ sorted,         // (batch, kDim, padded)
-    double* __restrict__ sorted_weights,  // (batch, padded), or null
-    value_t* __restrict__ sorted_values,  // (batch, chunks kColumns, padded), or null
+    const coord_t* __restrict__ x,         // (batch, num_points, kDim)
+    const weight_t* __restrict__ weights,  // (batch, num_points), natural log, or null
+    const value_t* __restrict__ values,    // (batch, num_points, num_columns), or null
+    const long long* __restrict__ order,   // (batch, num_points), or null
+    coord_t* __restrict__ sorted,          // (batch, kDim, padded)
+    double* __restrict__ sorted_weights,   // (batch, padded), or null
+    value_t* __restrict__ sorted_values,   // (batch, chunks kColumns, padded), or null
     long long num_points, long long padded, long long num_columns,
     long long stored_columns) {
   const long long j = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;

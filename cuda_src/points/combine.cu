@@ -13,6 +13,7 @@
 #include "points/params.cuh"
 
 using accum_t = ACCUM_T;
+using lse_t = LSE_T;
 
 constexpr double kLargeScore = sizeof(accum_t) == 8 ? 64 : 16;  // bits
 
@@ -27,7 +28,7 @@ extern "C" __global__ void points_combine(
     points_facts_t* __restrict__ facts,   // (batch)
     int* __restrict__ redo,               // (batch, groups)
     accum_t* __restrict__ out,            // (batch, num_rows, num_columns), or null
-    accum_t* __restrict__ lse,            // (batch, num_rows), or null
+    lse_t* __restrict__ lse,              // (batch, num_rows), or null
     points_params_t params) {
   const long long n = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int entry = static_cast<int>(n / params.padded_rows);
@@ -88,7 +89,7 @@ extern "C" __global__ void points_combine(
     const double log2_sum = sums[0] > 0 ? top + log2(sums[0]) : -inf;
     if (lse != nullptr && chunk == 0) {
       const double value = sums[0] >= 0 ? log2_sum * kLn2 : nan_value<double>();
-      lse[at] = static_cast<accum_t>(value);
+      lse[at] = static_cast<lse_t>(value);
     }
     inverse = sums[0] != 0 ? 1 / sums[0] : 0;
     const double largest = from_ordered(facts[entry].top);

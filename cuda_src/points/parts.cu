@@ -18,15 +18,15 @@ constexpr int kChunks = (kDim + kChunkAxes - 1) / kChunkAxes;
 constexpr bool kIsRow = IS_ROW;
 
 using coord_t = COORD_T;
-using accum_t = ACCUM_T;
+using weight_t = WEIGHT_T;
 
 extern "C" __global__ void points_parts(
-    const coord_t* __restrict__ x,        // (batch, num_points, kDim)
-    const accum_t* __restrict__ weights,  // (batch, num_points), natural log, or null
-    const double* __restrict__ centre,    // (batch, kDim)
-    uint4* __restrict__ parts,            // (batch, padded, kChunks, 8)
-    double* __restrict__ norms,           // of rows: (batch, padded)
-    float2* __restrict__ terms,           // of keys: (batch, padded)
+    const coord_t* __restrict__ x,         // (batch, num_points, kDim)
+    const weight_t* __restrict__ weights,  // (batch, num_points), natural log, or null
+    const double* __restrict__ centre,     // (batch, kDim)
+    uint4* __restrict__ parts,             // (batch, padded, kChunks, 8)
+    double* __restrict__ norms,            // of rows: (batch, padded)
+    float2* __restrict__ terms,            // of keys: (batch, padded)
     long long num_points, long long padded, double root) {
   const long long j = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (j >= padded) return;

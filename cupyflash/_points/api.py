@@ -18,6 +18,14 @@ def _gpu():
     return dispatch
 
 
+@functools.cache
+def gpu_gradients():
+    """Gradients on CuPy arrays."""
+    from cupyflash._points.gpu import gradients
+
+    return gradients
+
+
 def backend(problem):
     """The module that runs a problem."""
     return _cpu() if problem.backend == "numpy" else _gpu()

@@ -7,7 +7,8 @@ With C_ij the gradient by d2_ij, which is a sum of kernels -dK/d(d2) times value
     dh   = -2 s^3 sum_ij C_ij (x_i - y_j)^2
 
 s being 1 / h, the bandwidth of an axis. Sums over i are reductions with x and y
-exchanged.
+exchanged. These terms cancel, so NumPy computes them in float64. A GPU sums up
+differences.
 """
 
 from typing import Any, NamedTuple
@@ -45,25 +46,26 @@ class PointsGrads(NamedTuple):
 
 def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
     """The gradients of a problem, and of its results as far as they are known."""
-    xp = np if problem.backend == "numpy" else _cupy()
-    dtype, unit = problem.dtype, 1.0
-    if xp is np:
-        # Of a gradient more is lost to cancellation than of a sum.
-        problem, dout, dlse, out, lse = _widened(problem, dout, dlse, out, lse)
-        problem, unit = _in_units(problem)
+    if problem.backend != "numpy":
+        on_gpu = api.gpu_gradients()
+        return PointsGrads(*on_gpu.backward(problem, given, dout, dlse, out, lse))
+    dtype = problem.dtype
+    # Of a gradient more is lost to cancellation than of a sum.
+    problem, dout, dlse, out, lse = _widened(problem, dout, dlse, out, lse)
+    problem, unit = _in_units(problem)
     problem = _centred(problem)
     if problem.reduction == "kernel_sum":
-        grads = _of_sum(xp, problem, dout)
+        grads = _of_sum(problem, dout)
     else:
-        grads = _of_mean(xp, problem, dout, dlse, out, lse)
+        grads = _of_mean(problem, dout, dlse, out, lse)
     rows, columns, dvalues, dlog_weights = grads
-    s2 = xp.asarray(np.array(problem.scale) ** 2, dtype=problem.dtype)
+    s2 = np.asarray(np.array(problem.scale) ** 2, dtype=problem.dtype)
     of_x, x_y, y_y = rows
     of_y, y_x = columns
     squares = (
         (of_x * problem.x**2).sum(axis=-2) - 2 * (problem.x * x_y).sum(axis=-2)
     ) + y_y.sum(axis=-2)
-    dbandwidth = -2 * s2 * xp.asarray(problem.scale, dtype=problem.dtype) * squares
+    dbandwidth = -2 * s2 * np.asarray(problem.scale, dtype=problem.dtype) * squares
     dbandwidth = dbandwidth * unit
     dbandwidth = dbandwidth.sum(axis=tuple(range(dbandwidth.ndim - 1)))
     if not given.bandwidth:
@@ -78,12 +80,8 @@ def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
         dbandwidth,
     )
     return PointsGrads(
-        *(x if x is None else xp.asarray(x).astype(dtype, copy=False) for x in found)
+        *(x if x is None else np.asarray(x).astype(dtype, copy=False) for x in found)
     )
-
-
-def _cupy():
-    return _arrays.import_cupy()
 
 
 def _widened(problem, *arrays):
@@ -125,7 +123,7 @@ def _of_values(gradient, shape):
     return _arrays.sum_to(gradient if len(shape) > 1 else gradient[..., 0], shape)
 
 
-def _outer(xp, a, b):
+def _outer(a, b):
     """Of each point all products of a column of `a` and one of `b`, side by side."""
     products = a[..., :, None] * b[..., None, :]
     return products.reshape(*products.shape[:-2], a.shape[-1] * b.shape[-1])
@@ -156,15 +154,15 @@ def _run(problem, reduction, kernel, x, y, values, **more):
 # --- sums -----------------------------------------------------------------------------
 
 
-def _of_sum(xp, problem: PointsProblem, dout):
+def _of_sum(problem: PointsProblem, dout):
     x, y, b = problem.x, problem.y, problem.values
     slope, factor = kernels.slope_of(problem.kernel)
     width = problem.dim
 
     def moments(to, of, values, weights, others):
         """-sum of C, and of C times the columns of `others`."""
-        ones = xp.ones((*of.shape[:-1], 1), of.dtype)
-        terms = _outer(xp, values, xp.concatenate([ones, *others], axis=-1))
+        ones = np.ones((*of.shape[:-1], 1), of.dtype)
+        terms = _outer(values, np.concatenate([ones, *others], axis=-1))
         sums = _kernel_sum(problem, slope, to, of, terms)
         sums = sums.reshape(*to.shape[:-1], values.shape[-1], 1 + width * len(others))
         return -factor * (weights[..., :, None] * sums).sum(axis=-2)
@@ -179,41 +177,41 @@ def _of_sum(xp, problem: PointsProblem, dout):
 # --- means and log-sums ---------------------------------------------------------------
 
 
-def _of_mean(xp, problem: PointsProblem, dout, dlse, out, lse):
+def _of_mean(problem: PointsProblem, dout, dlse, out, lse):
     """A log-sum is a mean of no columns, with a gradient of its lse alone."""
     x, y, v, width = problem.x, problem.y, problem.values, problem.dim
     if lse is None or (out is None and v is not None):
         out, lse = api.run(problem.of(return_lse=True))
     if v is None:
         v, out, dout = y[..., :0], x[..., :0], x[..., :0]
-    through = xp.zeros(lse.shape, problem.dtype) if dlse is None else dlse
+    through = np.zeros(lse.shape, problem.dtype) if dlse is None else dlse
     through = (through - (dout * out).sum(axis=-1))[..., None]
     weights = problem.log_weights
     if weights is None:
-        weights = xp.zeros(y.shape[:-1], problem.dtype)
+        weights = np.zeros(y.shape[:-1], problem.dtype)
     # A row that sees no point has no gradient.
-    inverse = xp.where(lse > -np.inf, -lse, -np.inf)
+    inverse = np.where(lse > -np.inf, -lse, -np.inf)
     slope, factor = kernels.slope_of(problem.kernel)
 
     def weighted(kernel, to, of, log_of, log_to, values):
         """Sum of exp(log_of + log_to) K times values."""
-        return _weighted(xp, problem, kernel, to, of, log_of, log_to, values)
+        return _weighted(problem, kernel, to, of, log_of, log_to, values)
 
-    ones = xp.ones((*y.shape[:-1], 1), y.dtype)
-    terms = xp.concatenate([ones, y, y * y], axis=-1)
+    ones = np.ones((*y.shape[:-1], 1), y.dtype)
+    terms = np.concatenate([ones, y, y * y], axis=-1)
     count = terms.shape[-1]
     sums = weighted(
-        slope, x, y, weights, inverse, xp.concatenate([terms, _outer(xp, v, terms)], -1)
+        slope, x, y, weights, inverse, np.concatenate([terms, _outer(v, terms)], -1)
     )
     sums = sums.reshape(*sums.shape[:-1], 1 + v.shape[-1], count)
-    by = xp.concatenate([through, dout], axis=-1)[..., :, None]
+    by = np.concatenate([through, dout], axis=-1)[..., :, None]
     of_rows = -factor * (by * sums).sum(axis=-2)
 
-    ones = xp.ones((*x.shape[:-1], 1), x.dtype)
-    terms = xp.concatenate([ones, x], axis=-1)
-    gradients = xp.concatenate([through, dout], axis=-1)
-    by = xp.concatenate([xp.ones((*y.shape[:-1], 1), y.dtype), v], axis=-1)
-    sums = weighted(slope, y, x, inverse, weights, _outer(xp, gradients, terms))
+    ones = np.ones((*x.shape[:-1], 1), x.dtype)
+    terms = np.concatenate([ones, x], axis=-1)
+    gradients = np.concatenate([through, dout], axis=-1)
+    by = np.concatenate([np.ones((*y.shape[:-1], 1), y.dtype), v], axis=-1)
+    sums = weighted(slope, y, x, inverse, weights, _outer(gradients, terms))
     sums = sums.reshape(*sums.shape[:-1], gradients.shape[-1], width + 1)
     of_columns = -factor * (by[..., :, None] * sums).sum(axis=-2)
 
@@ -223,16 +221,16 @@ def _of_mean(xp, problem: PointsProblem, dout, dlse, out, lse):
     return rows, columns, of_weights[..., 1:], (by * of_weights).sum(axis=-1)
 
 
-def _weighted(xp, problem, kernel, to, of, log_of, log_to, values):
+def _weighted(problem, kernel, to, of, log_of, log_to, values):
     """Sum over `of` of exp(log_of + log_to) K times values, for each of `to`."""
     if kernel.log is not None and kernel.expression is None:
         more = {"log_weights": log_of, "return_lse": True}
         means, lse = _run(problem, "mean", kernel, to, of, values, **more)
-        return xp.exp(lse + log_to)[..., None] * means
+        return np.exp(lse + log_to)[..., None] * means
     # The derivative of a function may have either sign.
     top = log_of.max(axis=-1, keepdims=True)
-    top = xp.where(xp.isfinite(top), top, 0.0)
-    scaled = xp.exp(log_of - top)[..., None] * values
-    return xp.exp(top + log_to)[..., None] * _kernel_sum(
+    top = np.where(np.isfinite(top), top, 0.0)
+    scaled = np.exp(log_of - top)[..., None] * values
+    return np.exp(top + log_to)[..., None] * _kernel_sum(
         problem, kernel, to, of, scaled
     )

@@ -41,6 +41,7 @@ class PointsProblem:
     return_lse: bool = False  # of a mean
     bandwidth: tuple[float, ...] = ()  # of each axis, of which scale is rounded
     precision: str = "float32"  # of PRECISIONS
+    wide_lse: bool = False  # log-sums in float64 whatever `dtype`; on a GPU
 
     @property
     def out_shape(self) -> tuple[int, ...]:

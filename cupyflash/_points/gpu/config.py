@@ -112,6 +112,8 @@ class Pairs:
     numbers: bytes = _NO_NUMBERS  # that it closes over
     bandwidth: float = 0.0  # that `scale` was rounded from; 0: it was not
     has_axis_scales: bool = False  # not in the coordinates yet
+    weights_dtype: str = ""  # of log weights, if not `dtype`
+    lse_dtype: str = ""  # of log-sums, if not `dtype`
 
     @property
     def has_sums_of_weights(self) -> bool:
@@ -131,6 +133,11 @@ class Pairs:
         width = Fraction(self.bandwidth)
         scale = 1 / width if width else Fraction(self.scale)
         return self.gpu_kernel.factor * scale * scale
+
+    @property
+    def weight_type(self) -> str:
+        """That of log weights, in CUDA."""
+        return CUDA_TYPES[self.weights_dtype or self.dtype]
 
     @property
     def columns_of_chunk(self) -> int:
@@ -243,7 +250,10 @@ def arrange_config(pairs: Pairs, padded: int) -> LaunchConfig:
     """The launch that brings a cloud into its order."""
     grid, source = (-(-padded // _THREADS), pairs.batch), "points/arrange.cu"
     switches: Any = {"COLUMNS": 0, "WEIGHTS": 1, "BOX_POINTS": GROUP}
-    return launch(pairs, source, "points_arrange", grid, _THREADS, **switches)
+    weight = pairs.weight_type
+    return launch(
+        pairs, source, "points_arrange", grid, _THREADS, WEIGHT_T=weight, **switches
+    )
 
 
 def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
@@ -251,7 +261,10 @@ def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
     weights = pairs.has_sums_of_weights or box_points == GROUP
     grid, source = (padded // box_points, pairs.batch), "points/arrange.cu"
     switches: Any = {"COLUMNS": 0, "WEIGHTS": int(weights), "BOX_POINTS": box_points}
-    return launch(pairs, source, "points_arrange_boxes", grid, 32, **switches)
+    weight = CUDA_TYPES[pairs.dtype]  # not read
+    return launch(
+        pairs, source, "points_arrange_boxes", grid, 32, WEIGHT_T=weight, **switches
+    )
 
 
 def combine_config(pairs: Pairs) -> LaunchConfig:
@@ -259,7 +272,8 @@ def combine_config(pairs: Pairs) -> LaunchConfig:
     grid = -(-pairs.batch * pairs.padded_rows // _THREADS), pairs.num_chunks
     source, entry = "points/combine.cu", "points_combine"
     # Whatever the coordinates are.
-    switches: Any = {"COORD_T": CUDA_TYPES[pairs.dtype], "DIM": 1}
+    lse = CUDA_TYPES[pairs.lse_dtype or pairs.dtype]
+    switches: Any = {"COORD_T": CUDA_TYPES[pairs.dtype], "DIM": 1, "LSE_T": lse}
     return launch(pairs, source, entry, grid, _THREADS, **switches)
 
 

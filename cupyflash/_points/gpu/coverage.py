@@ -11,8 +11,10 @@ from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._points import kernels
 from cupyflash._points.gpu import config, functions
 from cupyflash._points.gpu.config import Pairs
-from cupyflash._points.gpu.registry import DIRECT, KERNELS
+from cupyflash._points.gpu.moments import Moments, launches
+from cupyflash._points.gpu.registry import DIRECT, GRADIENT, KERNELS
 
+ROWS = (*KERNELS, GRADIENT)
 _COLUMNS = {"logsumexp": (0,), "kernel_sum": (1, 2, 3, 4), "mean": (1, 2, 3, 4)}
 _SIZE = 1 << 20
 
@@ -23,6 +25,10 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     for pairs in _everything() if everything else _representative():
         for name, launch in _launches(pairs, device):
             found[name, launch.variant] = None
+    for moments in _all_moments() if everything else _moments():
+        for launch in launches(moments):
+            is_sum = launch.variant.entry == "points_gradient"
+            found[GRADIENT.name if is_sum else "arrange", launch.variant] = None
     return list(found)
 
 
@@ -72,6 +78,54 @@ def _representative() -> Iterator[Pairs]:
     scaled = _pairs("logsumexp", 0, 3)
     yield replace(scaled, coord_dtype="float64")
     yield replace(scaled, num_rows=256, num_keys=256, is_sorted=False)
+
+
+def _gradient(reduction, columns, dim, dtype="float32", squares=1, **more):
+    """Moments that a gradient sums, of a slope."""
+    slope, _ = kernels.slope_of(kernels.KERNELS[more.pop("kernel", "gaussian")])
+    more = {"weights_dtype": "float64", "kernel": slope.name, **more}
+    return Moments(_pairs(reduction, columns, dim, dtype, **more), squares, 1.0)
+
+
+def _moments() -> Iterator[Moments]:
+    """Gradients whose kernels differ."""
+    for reduction, dim in itertools.product(("mean", "kernel_sum"), (3, 8, 64)):
+        for squares in (0, 1):
+            yield _gradient(reduction, 1, dim, squares=squares)
+    for dim in (3, 8, 20):
+        yield _gradient("mean", 2, dim, has_axis_scales=True, squares=2)
+        yield _gradient("mean", 2, dim, "float64", has_axis_scales=True, squares=2)
+    for dim in (3, 64):
+        yield _gradient("mean", 9, dim)
+        yield _gradient("mean", 2, dim, "float64")
+    for kernel in kernels.NAMES:
+        yield _gradient("kernel_sum", 2, 3, kernel=kernel)
+    scaled = _gradient("mean", 2, 3)
+    for change in (
+        {"coord_dtype": "float64"},
+        {"num_rows": 256, "num_keys": 256, "is_sorted": False},
+    ):
+        yield scaled._replace(pairs=replace(scaled.pairs, **change))
+    kernel = kernels.find(_rational(2.5), "mean")
+    slope, _ = kernels.slope_of(kernel)
+    text, numbers = functions.of(slope, False)
+    more = {"function": text, "numbers": numbers, "weights_dtype": "float64"}
+    for reduction, dtype in (("mean", "float32"), ("kernel_sum", "float64")):
+        for dim in (8, 20):
+            yield Moments(_pairs(reduction, 2, dim, dtype, slope.name, **more), 1, 1.0)
+
+
+def _all_moments() -> Iterator[Moments]:
+    for (reduction, columns), dim, dtype, kernel, squares in itertools.product(
+        (("mean", 1), ("mean", 3), ("kernel_sum", 1), ("kernel_sum", 4)),
+        (*range(1, 9), 64),
+        ("float32", "float64"),
+        kernels.NAMES,
+        (0, 1, 2),
+    ):
+        if kernel != "energy" or reduction == "kernel_sum":
+            yield _gradient(reduction, columns, dim, dtype, squares, kernel=kernel)
+    yield from _moments()
 
 
 def _of_functions(dtype):

@@ -30,7 +30,8 @@ def _compute(problem):
     if not (math.prod(problem.batch) and problem.num_x and problem.num_y):
         # The sum of nothing.
         out = cupy.zeros(problem.out_shape, dtype) if has_out else None
-        lse = cupy.full(problem.lse_shape, -np.inf, dtype) if has_lse else None
+        of_lse = np.float64 if problem.wide_lse else dtype
+        lse = cupy.full(problem.lse_shape, -np.inf, of_lse) if has_lse else None
         return out, lse
     if has_out and not problem.num_values:
         lse = None
@@ -94,13 +95,18 @@ def _has_lse(problem):
 
 def pairs_of(problem) -> Pairs:
     """The numbers of a problem."""
-    function: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if problem.kernel.expression is not None:
         is_log = problem.reduction != "kernel_sum"
         text, numbers = functions.of(problem.kernel, is_log)
-        function = {"function": text, "numbers": numbers}
+        more = {"function": text, "numbers": numbers}
     scaled = problem.dim > 0 and not _is_plain(problem)
     is_wide = problem.dtype == "float64"
+    weights = problem.log_weights
+    if weights is not None and weights.dtype != problem.dtype:
+        more["weights_dtype"] = weights.dtype.name
+    if problem.wide_lse and not is_wide:
+        more["lse_dtype"] = "float64"
     pairs = Pairs(
         reduction=problem.reduction,
         batch=math.prod(problem.batch),
@@ -116,7 +122,7 @@ def pairs_of(problem) -> Pairs:
         precision=problem.precision,
         bandwidth=0.0 if scaled or not problem.dim else problem.bandwidth[0],
         has_axis_scales=scaled and is_wide,
-        **function,
+        **more,
     )
     return clouds.sorted_where_worth(pairs)
 

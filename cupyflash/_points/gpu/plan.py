@@ -125,6 +125,7 @@ class PointsPlan(LaunchSequence):
             shape = pairs.batch, pairs.num_rows, pairs.num_columns
             results["out"] = Result(shape, dtype)
         if pairs.reduction == "logsumexp" or pairs.return_lse:
-            results["lse"] = Result((pairs.batch, pairs.num_rows), dtype)
+            of_lse = np.dtype(pairs.lse_dtype) if pairs.lse_dtype else dtype
+            results["lse"] = Result((pairs.batch, pairs.num_rows), of_lse)
         device = runtime.device(device_id)
         super().__init__(device_id, INPUTS, results, steps(pairs, device))

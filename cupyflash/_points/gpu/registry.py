@@ -327,8 +327,9 @@ class ProductsKernel(_Kernel):
     def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
         """The launch that cuts the coordinates of a cloud in parts."""
         parts = self.parts(pairs)
-        switches = config.defines(pairs, IS_ROW=int(is_row), PARTS=parts)
-        used = ("COORD_T", "ACCUM_T", "DIM", "IS_ROW", "PARTS")
+        more = {"IS_ROW": int(is_row), "PARTS": parts, "WEIGHT_T": pairs.weight_type}
+        switches = config.defines(pairs, **more)
+        used = ("COORD_T", "DIM", *more)
         variant = Variant(
             "points/parts.cu",
             "points_parts",
@@ -398,6 +399,7 @@ MMA = MmaKernel()
 DIRECT = DirectKernel()
 PRODUCTS = ProductsKernel()
 KERNELS = (MMA, PRODUCTS, DIRECT)
+GRADIENT = _Kernel("gradient")  # of moments.py, for gradients by points
 
 
 def _slabs(num_points):
@@ -408,7 +410,7 @@ def slack(row, pairs: Pairs) -> float:
     """That of points_params_t: an error of a score stays one of a mean."""
     if row is PRODUCTS and row.parts(pairs) == 1:
         return _ANY
-    if pairs.num_columns:
+    if pairs.num_columns or (pairs.lse_dtype and pairs.dtype == "float32"):
         return 0.0
     return _SLACK_F64 if pairs.dtype == "float64" else row.slack
 

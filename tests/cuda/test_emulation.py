@@ -38,6 +38,7 @@ ROWS = [
     ("sm_80", "attention/mma_short", "few keys odd", "float32"),
     ("sm_80", "attention/mma", "odd", "float16"),
     ("sm_80", "attention/tiled_f64", "odd parts", "float64"),
+    ("sm_80", "attention/short_f64", "few keys odd", "float64"),
     ("sm_80", "attention_vjp/short_f64", "few keys odd", "float64"),
     ("sm_80", "attention_vjp/sections_f64", "wide heads", "float64"),
     ("sm_90a", "attention/hopper", "odd parts", "float16"),

@@ -35,6 +35,7 @@ DTYPES = {
         "online": ("float16", "float32", "float64"),
         "tiled": ("bfloat16", "float32", "float64"),
         "mma": ("float16", "bfloat16", "float32", "tf32"),
+        "short_f64": ("float64",),
         "tiled_f64": ("float64",),
         "hopper": ("float16", "bfloat16"),
         "hopper_wide": ("float16", "bfloat16"),

@@ -1,6 +1,7 @@
 """The table of attention kernels, best first."""
 
 from cupyflash._attention.gpu.fp64 import forward as fp64_forward
+from cupyflash._attention.gpu.fp64.short_forward import SHORT_F64
 from cupyflash._attention.gpu.simt.forward import NAIVE, ONLINE, SAFE, TILED
 from cupyflash._attention.gpu.simt.gemv_forward import GEMV
 from cupyflash._attention.gpu.simt.tiny_forward import TINY
@@ -16,6 +17,7 @@ ATTENTION_KERNELS = (  # best first
     HOPPER,
     MMA,
     HOPPER_WIDE,
+    SHORT_F64,
     fp64_forward.TILED_F64,
     TILED,
     ONLINE,

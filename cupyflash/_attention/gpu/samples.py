@@ -219,6 +219,18 @@ def _short():
             yield with_functions(of_doubles), 1
         if head_dim == 64:
             yield replace(of_doubles, seqlen_q=40), 1
+    # Of these, few that only the forward kernel takes.
+    for keys, head_dim in itertools.product((8, 16, 32), (16, 64, 128, 192, 256)):
+        of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
+        if keys == 8 or head_dim in (16, 192, 256):
+            yield of_doubles, 1
+            yield replace(of_doubles, bias="float64", softcap=30.0), 1
+            yield replace(of_doubles, alibi_slopes="float64", sinks="float64"), 1
+    # Warps share tiles of few queries.
+    for keys, head_dim in ((32, 192), (32, 256), (64, 128)):
+        of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
+        yield replace(of_doubles, seqlen_q=20), 1
+        yield replace(of_doubles, seqlen_q=20, **_ALL_OPTIONS), 2
 
 
 def _tiny():

@@ -304,7 +304,7 @@ def test_values_near_the_largest_number(cupy, dtype, method, queries, keys):
         v[:, dim // 2 :] *= -1
         placed = [place(cupy, x) for x in (q, k, v)]
         told = cupyflash.explain("attention", *placed, method=method)
-        if method == "auto" and told.kernel not in ("tiled_f64", "gemv"):
+        if method == "auto" and told.kernel not in ("tiled_f64", "short_f64", "gemv"):
             continue  # the portable kernel adds up values before it divides
         out = cupyflash.attention(*placed, method=method)
         np.testing.assert_allclose(

@@ -179,6 +179,7 @@ OF_A_ROW = {
     ("attention", "online"): ("both", "hidden by the score"),
     ("attention", "tiled"): ("both", "decode", "nothing seen"),
     ("attention", "mma"): ("both", "odd", "hidden by the score"),
+    ("attention", "short_f64"): ("few keys",),
     ("attention", "tiled_f64"): ("both", "odd", "hidden by the score"),
     ("attention_vjp", "tiled"): ("both", "bias"),
     ("attention_vjp", "mma"): ("both", "odd"),

@@ -280,6 +280,11 @@ FORWARD_PRODUCTS = {
         ("sm90/forward_wide.cu: coordinates of heads, batch",
          lambda p, d: attention_config.num_heads(p)),
     ),
+    "short_f64": (
+        ("fp64/short_forward.cu: group_size * tiles",
+         lambda p, d: p.group_size * -(-p.seqlen_q // 16) + 64 + 8),
+        ("fp64/short_forward.cu: tile * kWarpRows", lambda p, d: p.seqlen_q + 16),
+    ),
     "tiled_f64": (
         ("fp64/forward.cu: 2 * tiles of keys", lambda p, d: 2 * -(-p.seqlen_k // 16)),
         ("fp64/forward.cu: seen.last - first", lambda p, d: p.seqlen_k + 128),

@@ -110,8 +110,8 @@ _KINDS = {
         "longest rows", "a row that no card holds", "strided", "two axes",
     ),
     "attention": (
-        "plain", "few queries", "short entries", "tiny entries", "one query",
-        "wider heads",
+        "plain", "few queries", "few keys", "short entries", "tiny entries",
+        "one query", "wider heads",
     ),
     "attention_vjp": (
         "plain", "few queries", "few rows", "few keys", "short entries", "tiny entries",

@@ -190,6 +190,7 @@ _BUILDERS = {
     "attention of short entries": _entries_attention("short"),
     "attention of tiny entries": _entries_attention("tiny"),
     "attention of one query an entry": _entries_attention("one query"),
+    "attention of few keys": _entries_attention("few keys"),
     "attention online": _attention("float32", method="online"),
     "attention with lengths": _with_lengths,
     "attention_vjp bfloat16": _attention_vjp("bfloat16"),

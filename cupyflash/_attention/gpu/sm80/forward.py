@@ -57,6 +57,15 @@ _LEAST_SPLIT_QUERIES = 32
 # bytes that this may take.
 _READERS = 256
 _MOST_SPLIT_BYTES = 1 << 28
+# The same of wide heads: the bytes that k and v have, up to a bound, from so many
+# queries per group on.
+_WIDE_READERS = 64
+_MOST_WIDE_BYTES = 1 << 31
+# Few heads: up to so many splits of at least so many keys, with that many keys up to a
+# head dimension, if tiles and splits else fill at most a quarter of the device.
+_FEW_SPLITS, _FEW_KEYS = 8, 512
+_FEW_SPLIT_KEYS: dict[float, int] = {64: 128, 256: 64}
+_FEW_FILLED = 4
 # Wider float32 is always split in advance: its tiles leave a block no room to do it.
 _NARROW = 128
 # The longest second axis of a grid in use, and the longest third axis.
@@ -180,10 +189,39 @@ class MmaKernel(spec.ForwardSpec):
         return 2 if both else 1
 
     def split_kv(self, problem, device) -> SplitKV:
-        """Two blocks of 64 queries per multiprocessor.
+        """Two blocks of 64 queries per multiprocessor, and more splits of few heads.
 
         16-bit inputs have none, since results of splits would be rounded.
         """
+        split = self._split_of_many(problem, device)
+        return self._split_of_few(problem, device, split) or split
+
+    def _split_of_few(self, problem, device, split) -> SplitKV | None:
+        """Splits of a few tiles of keys, if `split` leaves most of the device idle.
+
+        They are for keys that are prepared, and not for bands: there most splits of
+        a query are empty.
+        """
+        keys, parts = problem.seqlen_k, self.parts(problem)
+        if parts == 1 or not _FEW_KEYS <= keys == most_seen(problem):
+            return None
+        part = replace(problem, batch=(1, *problem.batch), keys_of_part=_FEW_KEYS)
+        if not self.is_prepared(part) or not (fitting := self.fitting(part, device)):
+            return None
+        blocks_per_sm = 2 if max(self.dims(problem)) <= 64 else 1
+        slots = device.num_sms * blocks_per_sm
+        tiles = max(1, num_tiles(problem, fitting[-1].block_m))
+        if _FEW_FILLED * tiles * split.num_splits > slots:
+            return None
+        wanted = min(slots // tiles, _FEW_SPLITS)
+        least = kernel.by_threshold(_FEW_SPLIT_KEYS, max(self.dims(problem)))
+        keys_per_split = -(-max(-(-keys // wanted), least) // 64) * 64
+        num_splits = -(-keys // keys_per_split)
+        if num_splits <= split.num_splits:
+            return None
+        return SplitKV(num_splits, keys_per_split)
+
+    def _split_of_many(self, problem, device) -> SplitKV:
         tiles = max(1, num_tiles(problem, _SMALL.block_m))
         wanted = 2 * device.num_sms // tiles
         least_keys = _LEAST_SPLIT_KEYS // max(1, min(wanted, 4))
@@ -210,8 +248,11 @@ class MmaKernel(spec.ForwardSpec):
         if problem.keys_of_part is not None and not self.is_wide(problem):
             readers = problem.seqlen_q * problem.group_size
             return readers >= _READERS and parts <= _MOST_SPLIT_BYTES
-        if self.is_wide(problem) and parts <= _MOST_SPLIT_BYTES:
-            return True
+        if self.is_wide(problem):
+            readers = problem.seqlen_q * problem.group_size
+            many = readers >= _WIDE_READERS
+            if parts <= (_MOST_WIDE_BYTES if many else _MOST_SPLIT_BYTES):
+                return True
         out = num_rows(problem) // num_splits(problem) * problem.head_dim_v * 4
         return parts <= _MOST_SPLIT * out
 

@@ -252,16 +252,54 @@ def test_keys_are_split_beforehand_where_out_is_as_large():
         assert prepare.variant.entry == "attention_mma_prepare"
         out = 64 * 4096 * dims * 4
         assert MMA.split_operand_bytes(asked, device("sm_90a")) <= 4.1 * out
-    # Wide heads take up to 256 MiB for it.
-    for seqlen_k, prepared in ((2048, True), (2080, False)):
-        wide = problem("float32", 256, seqlen_q=256, seqlen_k=seqlen_k)
-        assert MMA.is_prepared(wide) == prepared
+    # Wide heads take up to 2 GiB for it, of fewer than 64 queries 256 MiB.
+    for seqlen_q, most in ((256, 16384), (64, 16384), (63, 2048)):
+        for seqlen_k, prepared in ((most, True), (most + 32, False)):
+            wide = problem("float32", 256, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+            assert MMA.is_prepared(wide) == prepared
+            if not prepared:
+                continue
+            own = 64 * seqlen_k * 2 * 256 * 4
+            size = MMA.split_operand_bytes(wide, device("sm_90a"))
+            assert size <= 1.01 * own
     few = problem("float32", seqlen_q=512)
     assert not MMA.is_prepared(few)
     (config,) = MMA.configs(few, 1, device("sm_90a"))
     assert "PREPARED" not in dict(config.variant.defines)
     assert MMA.parts(problem("float32", precision="tf32")) == 1
     assert not MMA.is_prepared(problem("float16"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "columns", "splits"),
+    [
+        # The fastest of some numbers on an H200: docs/design/lab/0028.
+        (1, 512, 512, 64, (4, 128)),
+        (1, 4096, 512, 64, (4, 128)),
+        (1, 512, 512, 128, (8, 64)),
+        (1, 4096, 512, 128, (4, 128)),
+        (4, 1024, 1024, 128, (4, 256)),
+        (1, 512, 512, 256, (8, 64)),
+        (1, 4096, 512, 256, (2, 256)),
+        (1, 512, 4096, 256, (16, 256)),
+        (1, 4096, 4096, 256, (4, 1024)),
+        (32, 512, 512, 128, (1, 512)),
+        # Fewer keys, or queries.
+        (1, 512, 511, 128, (1, 511)),
+        (1, 64, 512, 128, (1, 512)),
+    ],
+)
+def test_keys_of_few_heads_are_split(heads, queries, keys, columns, splits):
+    shape = {"seqlen_q": queries, "seqlen_k": keys}
+    shape |= {"batch": (heads,), "num_heads": 1, "num_kv_heads": 1}
+    h200 = dataclasses.replace(device("sm_90a"), num_sms=132)
+    asked = problem("float32", columns, **shape)
+    assert MMA.split_kv(asked, h200) == (*splits, False)
+    band = dataclasses.replace(asked, left=100, right=100)
+    assert MMA.split_kv(band, h200) == (1, keys, False)
+    for dtype, precision in (("float16", "float32"), ("float32", "tf32")):
+        other = problem(dtype, columns, precision, **shape)
+        assert MMA.split_kv(other, h200).keys_per_split >= 256
 
 
 # --- on a device ---------------------------------------------------------------------
@@ -360,6 +398,18 @@ def test_options(cupy, rng, forced, dtype, precision, shape, option):
     q, k = SHAPES[shape]
     arrays = [(rng.normal(size=s) * 2).astype(dtype_of(dtype)) for s in (q, k, k)]
     compare(cupy, arrays, OPTIONS[option](rng, q, k), precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "option", ["full", "causal", "sinks", "key lengths", "bias", "alibi"]
+)
+@pytest.mark.parametrize("dims", [(64, 40), (128, 128), (190, 256)])
+def test_splits_of_few_tiles_of_keys(cupy, rng, forced, dims, option):
+    """Some of them empty, or beyond the keys that a query sees."""
+    q, k, v = (1, 1, 260, dims[0]), (1, 1, 530, dims[0]), (1, 1, 530, dims[1])
+    arrays = [rng.normal(size=s).astype("f4") for s in (q, k, v)]
+    compare(cupy, arrays, OPTIONS[option](rng, q, k))
 
 
 def all_tiles():

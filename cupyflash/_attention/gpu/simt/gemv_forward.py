@@ -28,6 +28,8 @@ _MOST_COLUMNS = 32
 _MOST_LOADED = 128
 # Warps per multiprocessor that hide the latency of memory.
 _ENOUGH_WARPS = 24
+# Keys from which on `_is_wide`.
+_WIDE_KEYS = 256
 # Registers per multiprocessor.
 _REGISTERS = 1 << 16
 # From here on the compiler needs an eighth more of them for the same code.
@@ -42,6 +44,22 @@ def power_of_two(n: float) -> int:
 def _adds_bias(problem: AttentionProblem) -> bool:
     """Whether a bias is read for each score, with its key."""
     return problem.bias is not None and problem.mask is None
+
+
+def _is_wide(problem: AttentionProblem, device: Device) -> bool:
+    """Whether entries of many float64 keys have two vectors a lane, and no options.
+
+    Then more warps, with a smaller step each, hide more of the latency. With options
+    there are no registers for them, and of fewer heads blocks share the keys.
+    """
+    return (
+        problem.dtype == "float64"
+        and problem.seqlen_q == 1
+        and problem.seqlen_k >= _WIDE_KEYS
+        and 64 < max(problem.head_dim, problem.head_dim_v) <= 128
+        and num_heads(problem) > 2 * device.num_sms
+        and is_plain(problem)
+    )
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,8 @@ class Tuning:
     dtype: `most_bytes` of k of an entry by the columns of a head, and if a bias is
     added. `heads_per_sm` are the fewest heads per multiprocessor, by the size of an
     element and the keys, `heads_per_sm_of_more` those with more than one query where
-    they differ. `most_keys` are those of an entry, by the size of an element.
+    they differ, by the queries before the keys. `most_keys` are those of an entry, by
+    the size of an element.
     """
 
     steps: dict[int, dict[float, tuple[int, int]]]
@@ -119,7 +138,12 @@ class Tuning:
     # Vectors of a row that a lane has, if there are lanes for them, by the size of an
     # element and the queries.
     parts: dict[int, dict[float, int]] = field(default_factory=dict)
-    heads_per_sm_of_more: dict[int, dict[float, float]] = field(default_factory=dict)
+    heads_per_sm_of_more: dict[int, dict[float, dict[float, float]]] = field(
+        default_factory=dict
+    )
+    # One query of wide rows in float64, if `_is_wide`.
+    wide_step: tuple[int, int] | None = None
+    wide_registers: int = 0
     most_keys: dict[int, int] = field(
         default_factory=lambda: {2: 4096, 4: 4096, 8: 4096}
     )
@@ -138,6 +162,8 @@ class Tuning:
         if queries == 1:
             k_bytes = problem.seqlen_k * problem.head_dim * itemsize
             unroll, warps = by_threshold(self.steps[itemsize], k_bytes)
+        if self.wide_step is not None and _is_wide(problem, device):
+            unroll, warps = self.wide_step
         of_key = (parts_k + parts_v) * vector * itemsize
         unroll = min(unroll, max(1, _MOST_LOADED // of_key))
         if _adds_bias(problem):
@@ -192,8 +218,8 @@ class Tuning:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
         heads_per_sm = self.heads_per_sm[itemsize]
-        if queries > 1:
-            heads_per_sm = self.heads_per_sm_of_more.get(itemsize, heads_per_sm)
+        if queries > 1 and itemsize in self.heads_per_sm_of_more:
+            heads_per_sm = by_threshold(self.heads_per_sm_of_more[itemsize], queries)
         per_sm = by_threshold(heads_per_sm, keys)
         if heads < (fewest := per_sm * device.num_sms):
             return (
@@ -213,6 +239,8 @@ class Tuning:
         is_light = of.warps == of.parts_k == of.parts_v == of.words == 1
         if self.registers_of_one_warp and is_light and is_plain(problem):
             registers = self.registers_of_one_warp
+        if self.wide_step is not None and _is_wide(problem, device):
+            registers = self.wide_registers
         if device.cc >= _NEEDS_MORE:
             registers += registers // 8
         return max(1, _REGISTERS // (of.num_threads * registers))
@@ -246,7 +274,8 @@ class GemvKernel(spec.ForwardSpec):
 
     In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`. In float64, more
     than one query has at most `most_keys_beside_tiles` keys, and `most_beside_tiles`
-    queries, where a row of tiles on tensor cores takes the others.
+    queries, where a row of tiles on tensor cores takes the others, or if two queries
+    have at most `most_keys_per_sm` keys of all heads for each multiprocessor.
 
     Blocks share the keys of an entry if there are at most `shared_per_sm` entries per
     multiprocessor, and these finish sooner that way: each block has at least
@@ -259,6 +288,7 @@ class GemvKernel(spec.ForwardSpec):
     wide_heads_per_sm: int = 8
     most_keys_beside_tiles: int = 64
     most_beside_tiles: int = 2
+    most_keys_per_sm: int = 128
     shared_per_sm: int = 2
     least_steps: int = 2
     most_waves: int = 4
@@ -286,8 +316,10 @@ class GemvKernel(spec.ForwardSpec):
         if TINY.unsupported_reason(problem, device) is None:
             return "a thread for each row is faster in float64"
         queries, keys = problem.seqlen_q, problem.seqlen_k
-        is_few = (
-            queries <= self.most_beside_tiles and keys <= self.most_keys_beside_tiles
+        keys_of_all = num_heads(problem) * keys
+        is_few = queries <= self.most_beside_tiles and (
+            keys <= self.most_keys_beside_tiles
+            or keys_of_all <= self.most_keys_per_sm * device.num_sms
         )
         if queries > 1 and not is_few and device.arch in FAST_FLOAT64:
             return f"{queries} queries of {keys} keys are faster on tensor cores"
@@ -358,10 +390,19 @@ GEMV = GemvKernel(
             4: {math.inf: 0},
             8: {math.inf: 0},
         },
-        heads_per_sm_of_more={4: {128: 0.5, math.inf: 2}},
+        # Of one head alone, 3 and 4 queries are as fast in tiles.
+        heads_per_sm_of_more={
+            4: {
+                2: {128: 0.5, math.inf: 0},
+                4: {128: 0.5, math.inf: 0.01},
+                math.inf: {128: 0.5, math.inf: 2},
+            }
+        },
         registers={8: (96, 128), 16: (112, 168), 32: (168, 255)},
         registers_of_float64={8: (128, 168), 16: (204, 255), 32: (255, 255)},
         registers_of_one_query=(128, 168),
+        wide_step=(1, 8),
+        wide_registers=80,
         registers_of_one_warp=64,
         most_keys={2: 4096, 4: LONG_SUM, 8: LONG_SUM},
     ),

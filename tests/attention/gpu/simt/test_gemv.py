@@ -109,14 +109,19 @@ def test_leaves_to_the_next_row(asked, arch, reason):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5])
 def test_takes_few_heads_of_many_keys_where_they_pay(dtype, queries):
-    """One float32 query does. Gradients of more in 16 bits need as many as before."""
-    for heads, keys in ((65, 513), (66, 513), (1, 512), (1, 4096)):
+    """Up to 4 float32 queries do. Gradients of more in 16 bits need as many as before.
+
+    3 and 4 queries of one head are as fast in tiles.
+    """
+    for heads, keys in ((65, 513), (66, 513), (2, 512), (1, 512), (1, 4096)):
         asked = problem(dtype, 32, queries, keys, num_heads=heads, num_kv_heads=heads)
         reason = GEMV.unsupported_reason(asked, device())
-        if dtype == "float32" and queries == 1:
+        if dtype == "float32" and (queries <= 2 or (queries <= 4 and heads > 1)):
             assert reason is None
+        elif dtype == "float32" and queries <= 4:
+            assert f"takes 2 heads or more for {keys} keys, not 1" in reason
         elif dtype == "float32" or queries == 1:
             assert f"264 heads or more for {keys} keys, not {heads}" in reason
         else:
@@ -141,7 +146,8 @@ def test_takes_float64_of_any_number_of_heads(arch, keys, heads):
             "float64", dim, queries, keys, num_heads=heads, num_kv_heads=heads
         )
         row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
-        if queries == 1 or (queries == 2 and keys <= 64) or arch in ("sm_75", "sm_120"):
+        is_little = keys <= 64 or heads * keys <= 128 * device(arch).num_sms
+        if queries == 1 or (queries == 2 and is_little) or arch in ("sm_75", "sm_120"):
             assert row is GEMV
         else:
             assert row.name == ("short_f64" if keys <= 64 else "tiled_f64")
@@ -307,6 +313,22 @@ def test_blocks_share_float64_keys_where_entries_are_few(heads, keys, splits):
     """Up to 512 keys only if all blocks run at once."""
     asked = problem("float64", 64, 1, keys, num_heads=heads, num_kv_heads=heads)
     assert GEMV_VJP.num_splits(asked, device()) == splits
+
+
+def test_float64_entries_of_two_vectors_a_lane_have_more_warps():
+    """If they have many keys, no options, and no blocks that share the keys."""
+    for asked, warps, unroll, min_blocks in (
+        (problem("float64", 128, 1, 512), 8, 1, 3),
+        (problem("float64", 96, 1, 4096, head_dim_v=32), 8, 1, 3),
+        (problem("float64", 128, 1, 255), 4, 2, 4),
+        (problem("float64", 64, 1, 512), 4, 4, 4),
+        (problem("float64", 256, 1, 512), 8, 1, 2),
+        (problem("float64", 128, 1, 512, softcap=3.0), 4, 2, 3),
+        (problem("float64", 128, 1, 4096, num_heads=264, num_kv_heads=264), 8, 2, 2),
+    ):
+        of = GEMV.tuning.layout(asked, device())
+        assert (of.warps, of.unroll) == (warps, unroll)
+        assert GEMV.tuning.min_blocks(asked, of, device()) == min_blocks
 
 
 def test_few_entries_have_more_warps():
@@ -749,6 +771,16 @@ def test_nan_and_infinities_stay_where_they_are_seen(
 )
 def test_blocks_that_share_keys(cupy, rng, shared_keys, dtype, size):
     check_both(cupy, rng, dtype, size, batch=(2,))
+
+
+@pytest.mark.gpu
+def test_float64_entries_of_more_warps(cupy, rng):
+    """So many that no blocks share their keys."""
+    heads = 300
+    q, k, v, _ = inputs(rng, "float64", (heads, 1, 128), (heads, 257, 128), 128)
+    expected, *_ = oracle.attention(q, k, v)
+    out = cupyflash.attention(*(place(cupy, x) for x in (q, k, v)))
+    assert max_error(out, expected) <= BOUNDS["attention"]["float64"]
 
 
 @pytest.mark.gpu

@@ -223,10 +223,14 @@ def _cases(backend, dtypes):
     return cases
 
 
-# Checked in one dtype only: each takes seconds to compile.
+# Checked in one dtype or two: each takes seconds to compile.
 _DTYPES_OF_KIND = dict.fromkeys(
-    ("wide heads", "wider heads", "odd heads", "copied heads"), ("bfloat16",)
-) | {"few rows": ("float32",), "few keys": ("float32", "float64")}
+    ("wider heads", "odd heads", "copied heads"), ("bfloat16",)
+) | {
+    "wide heads": ("bfloat16", "float64"),
+    "few rows": ("float32",),
+    "few keys": ("float32", "float64"),
+}
 
 
 def _dtypes_of(function):

@@ -197,6 +197,7 @@ _BUILDERS = {
     "attention_vjp float32": _attention_vjp("float32"),
     "attention_vjp float64": _attention_vjp("float64"),
     "attention_vjp of wide heads": _attention_vjp("bfloat16", (200, 200, 136)),
+    "attention_vjp of wide float64 heads": _attention_vjp("float64", (200, 200, 136)),
     "attention_vjp of odd heads": _attention_vjp("bfloat16", (65, 65, 65)),
     "attention_vjp of short entries": _entries_vjp("short"),
     "attention_vjp of tiny entries": _entries_vjp("tiny"),

@@ -73,6 +73,16 @@ __device__ __forceinline__ index_t larger_of(index_t a, index_t b) {
   return a > b ? a : b;
 }
 
+// The loop over what is in `seen` and in [start, end), from the begin of a step on.
+// Nothing was written for a range that is empty: its ends need not be those of steps.
+__device__ __forceinline__ range_t loop_over(const range_t& seen, index_t start,
+                                             index_t end) {
+  constexpr index_t kOf = 16;
+  if (seen.first >= seen.last) return {start, start};
+  const index_t first = clamp(seen.first, start, end) / kOf * kOf;
+  return {first, larger_of(first, smaller(seen.last, end))};
+}
+
 // Leaves the steps of a block's split of a loop.
 __device__ __forceinline__ void take_steps(index_t& first, index_t& last, index_t split,
                                            index_t splits) {

@@ -91,9 +91,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           grads.entry(params, block.kept.of[0], section.first_summed + summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const range_t seen = queries_of_square(scores, params, square_of(j0));
-      const index_t end = section.first_row + section.num_rows;
-      index_t first = clamp(seen.first, section.first_row, end) / kStep * kStep;
-      index_t last = larger_of(first, smaller(seen.last, end));
+      auto [first, last] =
+          loop_over(seen, section.first_row, section.first_row + section.num_rows);
       if constexpr (kSplitsLoop) take_steps(first, last, split, num_splits);
       block.num_queries = static_cast<int>(last - first);
       block.first = (is_dv ? weights : score_grads) +

@@ -40,8 +40,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   {
     const scores_t scores(at, SCORE_ARGUMENTS);
     const range_t keys = keys_of_square(scores, params, square_of(i0));
-    first = keys.first / kStep * kStep;
-    last = larger_of(first, keys.last);
+    const range_t loop = loop_over(keys, 0, params.seqlen_k);
+    first = loop.first;
+    last = loop.last;
     if constexpr (kSplitsLoop) take_steps(first, last, split, num_splits);
   }
   const int num_steps = static_cast<int>((last - first + kStep - 1) / kStep);

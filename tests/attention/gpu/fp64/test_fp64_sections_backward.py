@@ -1,5 +1,6 @@
 """The row of float64 gradients by sections: what it takes, and its results."""
 
+import ctypes
 import dataclasses
 import itertools
 
@@ -288,3 +289,51 @@ def test_every_tile(cupy, rng, monkeypatch):
         )
         agree(cupy, *arrays)
         agree(cupy, *arrays, causal=True, query_offset=20)
+
+
+# --- what is in memory before ---------------------------------------------------------
+
+FULL = 0x3F  # of each byte: 0.0005 in float64
+
+
+@pytest.fixture
+def full_memory(cupy, monkeypatch):
+    """Memory that comes full of numbers. In emulation it would be NaN, which repairs
+    would hide.
+    """
+    if "emulation" in cupy.__version__:
+        from emulation.memory import Memory
+
+        init = Memory.__init__
+
+        def fill(self, size):
+            init(self, size)
+            ctypes.memset(self.ptr, FULL, size)
+
+        monkeypatch.setattr(Memory, "__init__", fill)
+        yield
+        return
+    malloc = cupy.get_default_memory_pool().malloc
+
+    def filled(size):
+        memory = malloc(size)
+        memory.memset(FULL, size)
+        return memory
+
+    with cupy.cuda.using_allocator(filled):
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_memory")
+@pytest.mark.parametrize(
+    ("seqlens", "options"),
+    [
+        ((20, 300), {"causal": True, "query_offset": 3}),  # most keys are seen by none
+        ((300, 20), {"causal": True, "query_offset": -290}),  # most queries see none
+        ((150, 300), {"window": (5, 5)}),
+        ((300, 150), {"query_lengths": np.array(20), "key_lengths": np.array(7)}),
+    ],
+)
+def test_where_nothing_was_written_nothing_is_read(cupy, rng, seqlens, options):
+    agree(cupy, *inputs(rng, "float64", **shapes(*seqlens, 160)), **options)

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     const double* const x = totals + entry * section.num_parts * section.rows + own;
     const index_t i0 = square_of(i);
     const range_t seen = keys_of_square(scores, params, i0);
-#pragma unroll 4
+#pragma unroll 2
     for (index_t part = sharer; part < section.num_parts; part += kSharers) {
       const index_t j0 = square_of(part * section.part_size);
       const bool has =

@@ -196,6 +196,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const float* const rows =
           reinterpret_cast<const float*>(operand_q + 2 * kBytesOperand);
       const unsigned operand = key_0() / kGranule * kBytesOperand;
+      // Early, unless two warps share keys: then registers do not hold them.
+      constexpr bool kEarly = kColumnWarps == 1;
+      const float early_q = kEarly ? tile_stats_of(operand_q).from_parts : 0;
+      const float early_dout = kEarly ? tile_stats_of(operand_dout).from_parts : 0;
+      auto unit_q = [&] {
+        return kEarly ? early_q : tile_stats_of(operand_q).from_parts;
+      };
+      auto unit_dout = [&] {
+        return kEarly ? early_dout : tile_stats_of(operand_dout).from_parts;
+      };
 
       // Numbers of this lane's queries, by tile of 8.
       auto of_queries = [&](int which, int n) {
@@ -208,8 +218,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         multiply_scores_in_parts<true>(
             dp, left<kColumns>(columns_of(smem_v) + operand, key_0() % kGranule),
             right<kColumns>(columns_of(operand_dout), first),
-            tile_stats_of(operand_dout).from_parts *
-                tile_stats_of(smem_v + operand).from_parts);
+            unit_dout() * tile_stats_of(smem_v + operand).from_parts);
         exchange.tell(1, dp);
       };
       frag_t<kKeyTiles, kBeginsWithDp ? kQueryTiles : 2> early_dp;
@@ -229,8 +238,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         multiply_scores_in_parts<true>(
             s, left<kColumns>(columns_of(smem_k) + operand, key_0() % kGranule),
             right<kColumns>(columns_of(operand_q), 0),
-            tile_stats_of(operand_q).from_parts *
-                tile_stats_of(smem_k + operand).from_parts);
+            unit_q() * tile_stats_of(smem_k + operand).from_parts);
         exchange.tell(0, s);
         if constexpr (kStages == 1 && !kBeginsWithDp) {
           ptx::wait_copy_groups<0>();
@@ -276,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       auto add_to_dv = [&] {
         if constexpr (kMakesDv) {
-          add_product_in_parts<kRegion>(
-              sums_v, p, summed<kColumns>(columns_of(operand_dout), 0),
-              from_p * kLift * tile_stats_of(operand_dout).from_parts);
+          add_product_in_parts<kRegion>(sums_v, p,
+                                        summed<kColumns>(columns_of(operand_dout), 0),
+                                        from_p * kLift * unit_dout());
         }
       };
       if constexpr (kStages == 2) add_to_dv();
@@ -313,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           const auto from_ds = as_parts(parts, ds);
           add_product_in_parts<kRegion>(
               sums_k, parts, summed<kColumns>(columns_of(operand_q), 16 * first),
-              from_ds * kLift * from_p * tile_stats_of(operand_q).from_parts);
+              from_ds * kLift * from_p * unit_q());
         }
       }
       if constexpr (kStages == 1) {

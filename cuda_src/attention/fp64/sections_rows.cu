@@ -13,7 +13,7 @@
 
 constexpr int kRows = kWarpSize, kSharers = kNumThreads / kRows;
 
-extern "C" __global__ void __launch_bounds__(kNumThreads)
+extern "C" __global__ void __launch_bounds__(kNumThreads, 4)
     attention_vjp_sections_f64_rows(
         ROW_PARAMETERS, const double* __restrict__ totals,
         accum_t* __restrict__ factor,      // as delta

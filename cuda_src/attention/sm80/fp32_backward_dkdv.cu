@@ -57,6 +57,19 @@ __device__ __forceinline__ auto& of_two(A& a, B& b) {
   }
 }
 
+// The unit of an operand: read early, unless two warps share keys, for then registers
+// do not hold it.
+struct unit_t {
+  const unsigned char* operand;
+  float early;
+
+  __device__ __forceinline__ explicit unit_t(const unsigned char* of)
+      : operand(of), early(kColumnWarps == 1 ? tile_stats_of(of).from_parts : 0) {}
+  __device__ __forceinline__ float operator()() const {
+    return kColumnWarps == 1 ? early : tile_stats_of(operand).from_parts;
+  }
+};
+
 // This warp's first key within the tile.
 __device__ __forceinline__ int key_0() { return row_warp() * (16 * kKeyTiles); }
 
@@ -83,6 +96,84 @@ __device__ __forceinline__ void store(grad_t* dk, grad_t* dv, const SumsK& sums_
                    static_cast<int>(params.head_dim_v));
   }
   if (nonfinite != 0) found->nonfinite = 1;
+}
+
+// What all threads need of an entry of which a tile of keys is summed.
+__device__ __forceinline__ void begin(view_t& view, const tile_coord_t& at,
+                                      const scores_t& scores, const params_t& params,
+                                      const unsigned char* operands, const float* stats,
+                                      index_t split, index_t num_splits) {
+  const int j0 = view.j0;
+  const range_t queries =
+      scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
+  view.first = static_cast<int>(queries.first) / kGranule * kGranule;
+  view.last = static_cast<int>(queries.last);
+  if (queries.first >= queries.last) view.first = view.last;
+  if constexpr (kSplitsLoop) take_split(view.first, view.last, split, num_splits);
+  view.seen = seen_t(scores.mask_bounds(0, j0));
+  view.operands = split_operands_t(operands, params, at);
+  view.operands.k += index_t(j0 / kGranule) * kBytesOperand;
+  view.operands.v += index_t(j0 / kGranule) * kBytesOperand;
+  view.stats = stats + at.row_of_heads * granules_of(params.seqlen_q) * (3 * kGranule);
+}
+
+// S of queries from i0 on becomes P, and `derivative` its derivatives. of_queries(0, n)
+// are the log sums of a tile of queries, of_queries(2, n) their factors.
+template <typename OfQueries, int kDerivatives>
+__device__ __forceinline__ void weigh_scores(
+    frag_t<kKeyTiles, kQueryTiles>& s, frag_t<kKeyTiles, kDerivatives>& derivative,
+    const view_t& view, const differentiate_t& differentiate, const scores_t& scores,
+    int i0, OfQueries of_queries) {
+  const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
+  const mask_bounds_t bounds = view.seen.at(i0, 0);
+  const int first_key = kHasTerms ? view.j0 : 0;
+  auto weigh = [&](auto sees) {
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
+      const float2 lse = of_queries(0, n), factor = of_queries(2, n);
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+          float slope = 1;
+          const float weight =
+              differentiate.weigh(s[m][n][e], sees(i, j), scores, index_t(i0 + i),
+                                  index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
+          if constexpr (kHasDerivative) derivative[m][n][e] = slope;
+          s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
+        }
+      }
+    }
+  };
+  if (kHasTwoWays && bounds.sees_all(kGranule, kBlockN)) {
+    weigh([](int, int) { return true; });
+  } else {
+    weigh([&](int i, int j) { return bounds.sees(i, j); });
+  }
+}
+
+// dP of tiles of queries from `first` on becomes dS. of_queries(1, n) are their deltas.
+template <typename OfQueries, int kTiles, int kDerivatives>
+__device__ __forceinline__ void differentiate_scores(
+    frag_t<kKeyTiles, kTiles>& ds, const parts_t<kKeyTiles> (&p)[kApart],
+    const frag_t<kKeyTiles, kDerivatives>& derivative, int first,
+    OfQueries of_queries) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const int tile = first + n;
+    const float2 delta = of_queries(1, tile);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float weight = of_parts(p, m, tile, e);
+        if constexpr (kHasDerivative) weight *= derivative[m][tile][e];
+        ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
+      }
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
@@ -138,19 +229,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const scores_t scores(at, SCORE_ARGUMENTS);
     __syncthreads();  // all warps have read the tiles of the previous entry
     if (threadIdx.x == 0) {
-      const int j0 = view.j0;
-      const range_t queries =
-          scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
-      view.first = static_cast<int>(queries.first) / kGranule * kGranule;
-      view.last = static_cast<int>(queries.last);
-      if (queries.first >= queries.last) view.first = view.last;
-      if constexpr (kSplitsLoop) take_split(view.first, view.last, split, num_splits);
-      view.seen = seen_t(scores.mask_bounds(0, j0));
-      view.operands = split_operands_t(operands, params, at);
-      view.operands.k += index_t(j0 / kGranule) * kBytesOperand;
-      view.operands.v += index_t(j0 / kGranule) * kBytesOperand;
-      view.stats =
-          stats + at.row_of_heads * granules_of(params.seqlen_q) * (3 * kGranule);
+      begin(view, at, scores, params, operands, stats, kSplitsLoop ? split : 0,
+            num_splits);
     }
     __syncthreads();  // the view is complete
     // Heads and entries that share a gradient of k need not share k itself.
@@ -196,16 +276,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const float* const rows =
           reinterpret_cast<const float*>(operand_q + 2 * kBytesOperand);
       const unsigned operand = key_0() / kGranule * kBytesOperand;
-      // Early, unless two warps share keys: then registers do not hold them.
-      constexpr bool kEarly = kColumnWarps == 1;
-      const float early_q = kEarly ? tile_stats_of(operand_q).from_parts : 0;
-      const float early_dout = kEarly ? tile_stats_of(operand_dout).from_parts : 0;
-      auto unit_q = [&] {
-        return kEarly ? early_q : tile_stats_of(operand_q).from_parts;
-      };
-      auto unit_dout = [&] {
-        return kEarly ? early_dout : tile_stats_of(operand_dout).from_parts;
-      };
+      const unit_t unit_q(operand_q), unit_dout(operand_dout);
 
       // Numbers of this lane's queries, by tile of 8.
       auto of_queries = [&](int which, int n) {
@@ -248,34 +319,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           exchange.wait();
         }
         exchange.add(0, s);
-        const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
-        const mask_bounds_t bounds = view.seen.at(i0, 0);
-        const int first_key = kHasTerms ? view.j0 : 0;
-        auto weigh = [&](auto sees) {
-#pragma unroll
-          for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms) ptx::compiler_fence();  // no prefetch
-            const float2 lse = of_queries(0, n), factor = of_queries(2, n);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
-                float slope = 1;
-                const float weight = differentiate.weigh(
-                    s[m][n][e], sees(i, j), scores, index_t(i0 + i),
-                    index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
-                if constexpr (kHasDerivative) derivative[m][n][e] = slope;
-                s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
-              }
-            }
-          }
-        };
-        if (kHasTwoWays && bounds.sees_all(kGranule, kBlockN)) {
-          weigh([](int, int) { return true; });
-        } else {
-          weigh([&](int i, int j) { return bounds.sees(i, j); });
-        }
+        weigh_scores(s, derivative, view, differentiate, scores, i0, of_queries);
         from_p = as_parts(p, s);
         if constexpr (kKeepsP) {
           exchange.wait();  // the other warp has read the sums in the place of P
@@ -303,20 +347,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           auto& ds = of_two<kBeginsWithDp>(early_dp, late_dp);
           exchange.add(1, ds);
           if constexpr (kKeepsP) exchange.take_back(0, p);
-#pragma unroll
-          for (int n = 0; n < 2 * kSteps; ++n) {
-            const int tile = 2 * first + n;
-            const float2 delta = of_queries(1, tile);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                float weight = of_parts(p, m, tile, e);
-                if constexpr (kHasDerivative) weight *= derivative[m][tile][e];
-                ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
-              }
-            }
-          }
+          differentiate_scores(ds, p, derivative, 2 * first, of_queries);
           unsigned parts[kSteps][kKeyTiles][kParts][4];
           const auto from_ds = as_parts(parts, ds);
           add_product_in_parts<kRegion>(

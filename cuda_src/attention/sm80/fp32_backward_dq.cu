@@ -107,6 +107,28 @@ __device__ __forceinline__ bool has_nonfinite_pairs(const view_t& view,
   return nonfinite;
 }
 
+// What all threads need of the tile of queries from i0 on.
+__device__ __forceinline__ void begin(view_t& view, const work_tile_t& work, int i0,
+                                      const tile_coord_t& at, const scores_t& scores,
+                                      const params_t& params,
+                                      const unsigned char* operands,
+                                      index_t num_splits) {
+  const range_t keys = scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
+  view.operands = split_operands_t(operands, params, at);
+  view.operands.q += index_t(i0 / kGranule) * kBytesOperand;
+  view.operands.dout += index_t(i0 / kGranule) * kBytesOperand;
+  view.kept = work.kept;
+  view.row_of_heads = at.row_of_heads;
+  view.i0 = i0;
+  view.first = static_cast<int>(keys.first) / kGranule * kGranule;
+  view.last = static_cast<int>(keys.last);
+  if (keys.first >= keys.last) view.first = view.last;
+  if constexpr (kSplitsLoop) {
+    take_split(view.first, view.last, split_index(num_splits), num_splits);
+  }
+  view.seen = seen_t(scores.mask_bounds(i0, 0));
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_queries(
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
@@ -134,21 +156,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const scores_t scores(at, SCORE_ARGUMENTS);
   if (threadIdx.x == 0) {
     const int i0 = static_cast<int>(num_tiles - 1 - work.tile) * kBlockM;
-    const range_t keys =
-        scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
-    view.operands = split_operands_t(operands, params, at);
-    view.operands.q += index_t(i0 / kGranule) * kBytesOperand;
-    view.operands.dout += index_t(i0 / kGranule) * kBytesOperand;
-    view.kept = work.kept;
-    view.row_of_heads = at.row_of_heads;
-    view.i0 = i0;
-    view.first = static_cast<int>(keys.first) / kGranule * kGranule;
-    view.last = static_cast<int>(keys.last);
-    if (keys.first >= keys.last) view.first = view.last;
-    if constexpr (kSplitsLoop) {
-      take_split(view.first, view.last, split_index(num_splits), num_splits);
-    }
-    view.seen = seen_t(scores.mask_bounds(i0, 0));
+    begin(view, work, i0, at, scores, params, operands, num_splits);
   }
   __syncthreads();  // the view is complete
   copy_bytes<kGranules * kBytesOperand>(smem_q, view.operands.q);

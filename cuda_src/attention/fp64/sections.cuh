@@ -29,17 +29,13 @@ struct section_t {
 };
 
 // An entry of a section.
-struct place_t {
-  offsets_t<3> kept;
-  tile_coord_t at;
-};
-__device__ __forceinline__ place_t place_of(const params_t& params,
-                                            const grads_t& grads,
-                                            const section_t& section, index_t entry) {
+__device__ __forceinline__ tile_coord_t entry_of(const params_t& params,
+                                                 const grads_t& grads,
+                                                 const section_t& section,
+                                                 index_t entry) {
   const index_t n = divide(entry, section.num_summed);
   const index_t summed = section.first_summed + entry - n * section.num_summed;
-  const offsets_t<3> kept = locate(grads.kept, section.first_kept + n);
-  return {kept, grads.entry(params, kept.of[0], summed)};
+  return grads.entry(params, locate(grads.kept, section.first_kept + n).of[0], summed);
 }
 
 __device__ __forceinline__ index_t square_of(index_t n) {

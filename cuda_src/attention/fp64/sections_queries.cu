@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t d0 = (work - row_tile * tiles_d) * kBlockN;
   const index_t i_own = (row_tile - entry * tiles_q) * kBlockM;
   const index_t i0 = section.first_row + i_own;
-  const tile_coord_t at = place_of(params, grads, section, entry).at;
+  const tile_coord_t at = entry_of(params, grads, section, entry);
   index_t first, last;
   {
     const scores_t scores(at, SCORE_ARGUMENTS);

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 4)
   const int row = threadIdx.x % kRows, sharer = threadIdx.x / kRows;
   const index_t own = (block_index() - entry * tiles) * kRows + row;
   const index_t i = section.first_row + own;
-  const tile_coord_t at = place_of(params, grads, section, entry).at;
+  const tile_coord_t at = entry_of(params, grads, section, entry);
   const scores_t scores(at, SCORE_ARGUMENTS);
   double sum = 0;
   if (own < section.num_rows) {

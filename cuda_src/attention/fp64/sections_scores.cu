@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t i_own = (row_tile - entry * tiles_q) * kBlockM;
   const index_t i0 = section.first_row + i_own;
   const index_t j0 = (block_index() - row_tile * tiles_k) * kBlockN;
-  const tile_coord_t at = place_of(params, grads, section, entry).at;
+  const tile_coord_t at = entry_of(params, grads, section, entry);
   {
     const scores_t scores(at, SCORE_ARGUMENTS);
     if (!is_written(scores, params, square_of(i0), square_of(j0))) return;

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if (entry >= num_entries) return;
   const index_t own = divide(n - entry * size, params.head_dim);
   const index_t d = n - entry * size - own * params.head_dim;
-  const tile_coord_t at = place_of(params, grads, section, entry).at;
+  const tile_coord_t at = entry_of(params, grads, section, entry);
   double sum = 0;
 #pragma unroll 8
   for (index_t split = 0; split < section.num_splits; ++split) {

@@ -289,8 +289,8 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
   }
 }
 
-// What warps that share rows tell each other: kSlots arrays of accumulators of each. A
-// slot is written again only after a barrier of the block.
+// What warps that share rows publish to each other: kSlots arrays of accumulators of
+// each. A slot is written again only after a barrier of the block.
 template <int kSlots, int kRows, int kCols> struct exchange_t {
   static constexpr int kEach = kRows * kCols;
   static constexpr unsigned kBytes =
@@ -300,10 +300,10 @@ template <int kSlots, int kRows, int kCols> struct exchange_t {
   __device__ __forceinline__ float4* of(int slot, int warp) const {
     return memory + (slot * kNumWarps + warp) * (kEach * kWarpSize) + lane_index();
   }
-  // Tells the sums over this warp's columns.
+  // Publishes the sums over this warp's columns.
   template <int kOwn>
-  __device__ __forceinline__ void tell(int slot,
-                                       const float (&x)[kRows][kOwn][4]) const {
+  __device__ __forceinline__ void publish(int slot,
+                                          const float (&x)[kRows][kOwn][4]) const {
     if constexpr (kColumnWarps == 1) return;
     float4* const to = of(slot, warp_index());
 #pragma unroll
@@ -312,7 +312,8 @@ template <int kSlots, int kRows, int kCols> struct exchange_t {
       to[n * kWarpSize] = make_float4(own[0], own[1], own[2], own[3]);
     }
   }
-  // Keeps words of this lane where it told sums, once the other warp has read them.
+  // Keeps words of this lane where it published sums, once the other warp has read
+  // them.
   template <typename Words>
   __device__ __forceinline__ void keep(int slot, const Words& words) const {
     static_assert(sizeof(words) <= kEach * sizeof(float4));
@@ -341,7 +342,7 @@ template <int kSlots, int kRows, int kCols> struct exchange_t {
       ptx::bar_sync<kColumnWarps * kWarpSize>(1 + row_warp());
     }
   }
-  // Adds what it told.
+  // Adds what it published.
   template <int kOwn>
   __device__ __forceinline__ void add(int slot, float (&x)[kRows][kOwn][4]) const {
     if constexpr (kColumnWarps == 1) return;

@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             dp, left<kColumns>(columns_of(smem_v) + operand, key_0() % kGranule),
             right<kColumns>(columns_of(operand_dout), first),
             unit_dout() * tile_stats_of(smem_v + operand).from_parts);
-        exchange.tell(1, dp);
+        exchange.publish(1, dp);
       };
       frag_t<kKeyTiles, kBeginsWithDp ? kQueryTiles : 2> early_dp;
       if constexpr (kBeginsWithDp) {
@@ -310,10 +310,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             s, left<kColumns>(columns_of(smem_k) + operand, key_0() % kGranule),
             right<kColumns>(columns_of(operand_q), 0),
             unit_q() * tile_stats_of(smem_k + operand).from_parts);
-        exchange.tell(0, s);
+        exchange.publish(0, s);
         if constexpr (kStages == 1 && !kBeginsWithDp) {
           ptx::wait_copy_groups<0>();
-          __syncthreads();  // dO and statistics have arrived; all warps have told
+          __syncthreads();  // dO and statistics have arrived; all warps have published
           if constexpr (!kMakesDk) load(i0 + tiles.distance, true, false);
         } else {
           exchange.wait();

@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           right<kColumns>(columns_of(operand_v), 0),
           tile_stats_of(smem_dout + operand).from_parts *
               tile_stats_of(operand_v).from_parts);
-      exchange.tell(1, dp);
+      exchange.publish(1, dp);
     };
     if constexpr (kStages == 1) {
       multiply_values();
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         s, left<kColumns>(columns_of(smem_q) + operand, own % kGranule),
         right<kColumns>(columns_of(operand_k), 0),
         tile_stats_of(smem_q + operand).from_parts * unit_k);
-    exchange.tell(0, s);
+    exchange.publish(0, s);
     if constexpr (kStages == 2) multiply_values();
     exchange.wait();
     exchange.add(0, s);

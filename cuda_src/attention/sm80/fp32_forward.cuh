@@ -81,7 +81,7 @@ struct found_t {
       if (top != 0) smallest = min(smallest, top);
     }
   }
-  __device__ __forceinline__ void tell(tile_stats_t& tile_stats) {
+  __device__ __forceinline__ void publish(tile_stats_t& tile_stats) {
     largest = __reduce_max_sync(kFullMask, largest);
     smallest = __reduce_min_sync(kFullMask, smallest);
     if (lanes_t::lane() == 0) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
   for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
     found.see(tile_stats, n / staging_rows::kChunks, load(n));
   }
-  found.tell(tile_stats);
+  found.publish(tile_stats);
 }
 
 // Stores 4 numbers of a row as kParts tiles of float16; nonfinite ones become 0.

@@ -32,7 +32,7 @@ template <int kDim> struct chunks_t {
     for (int i = 0; i < kCount; ++i) {
       found.see(tile_stats, (threadIdx.x + i * kNumThreads) / kChunks, chunks[i]);
     }
-    found.tell(tile_stats);
+    found.publish(tile_stats);
   }
   __device__ __forceinline__ void put(unsigned char* tile, float to_parts) const {
 #pragma unroll

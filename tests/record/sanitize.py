@@ -1,9 +1,9 @@
 """One small call of each row of every table, for compute-sanitizer.
 
-    python tests/record/sanitize.py --record          all tools over all rows; into the
-    record python tests/record/sanitize.py --record --tool memcheck attention/hopper
-    python tests/record/sanitize.py --record --seconds 550 --jobs 16    what ends in
-    that time compute-sanitizer --tool racecheck python tests/record/sanitize.py softmax
+    python tests/record/sanitize.py --record    # all tools over all rows
+    python tests/record/sanitize.py --record --tool memcheck attention/hopper
+    python tests/record/sanitize.py --record --seconds 550 --jobs 16
+    compute-sanitizer --tool racecheck python tests/record/sanitize.py softmax
     compute-sanitizer --tool memcheck python tests/record/sanitize.py --tiers softmax
 
 Arguments name operations, or rows as "attention/tiled"; none is all of them. With

@@ -6,9 +6,10 @@ A cell is a shape (batch, queries, keys, head dimension) with a dtype and an opt
 ratio is the best time of the fastest other way to the best time of cupyflash, from
 calls by turns: above 1 cupyflash is faster. The numbers go to
 ``results/landscape_cpu.json``, the picture beside it under its name. `--gradients` does
-the same for attention_vjp, beside the formulas written in NumPy. `--add` keeps the
-cells of that file and measures others alone, `--limit` ends after so many seconds: so
-it can go piece by piece.
+the same for attention_vjp, beside the formulas written in NumPy, `--grouped` for heads
+that share keys and few queries, beside products of all rows of a group. `--add` keeps
+the cells of that file and measures others alone, `--limit` ends after so many seconds:
+so it can go piece by piece.
 """
 
 import datetime
@@ -38,6 +39,9 @@ KINDS = (
 OTHER_HEAD_DIM = 64
 # The same of gradients, float32 without options.
 GRADIENT_LENGTHS, GRADIENT_HEAD_DIMS = (1, 16, 128, 512), (4, 64, 128)
+# The same of heads in groups: heads of q for one of k and v.
+GROUP = 4
+GROUP_QUERIES, GROUP_KEYS, GROUP_HEAD_DIMS = (1, 2, 4), (16, 128, 500, 2048), (64, 128)
 # What a cell may ask for: multiply-adds, and numbers in an array.
 MOST_WORK, MOST_NUMBERS = 1.5e9, 3e7
 # Largest difference to the other results, of float32 and float64.
@@ -103,6 +107,15 @@ def gradient_cells():
     ]
 
 
+def grouped_cells():
+    """Those of heads in groups; a batch entry is a head of k and v."""
+    shapes = itertools.product(
+        (1, 8, 256), GROUP_QUERIES, GROUP_KEYS, GROUP_HEAD_DIMS, ("float32", "float64")
+    )
+    every = (Cell(*shape, "grouped") for shape in shapes)
+    return [cell for cell in every if cell.affordable]
+
+
 def unfused(q, k, v, bias=None):
     """Attention as a NumPy user writes it; a causal mask is a bias made beforehand."""
     s = q @ k.swapaxes(-1, -2) / q.dtype.type(q.shape[-1] ** 0.5)
@@ -137,10 +150,13 @@ def gradient_calls(cell):
 def calls(cell, torch):
     """The calls of a cell by provider."""
     rng = np.random.default_rng(0)
+    is_grouped = cell.option == "grouped"
     q, k, v = (
-        rng.standard_normal((cell.batch, 1, n, cell.head_dim)).astype(cell.dtype)
-        for n in (cell.queries, cell.keys, cell.keys)
-    )
+        rng.standard_normal((cell.batch, heads, n, cell.head_dim)).astype(cell.dtype)
+        for heads, n in (
+            (GROUP if is_grouped else 1, cell.queries), (1, cell.keys), (1, cell.keys)
+        )
+    )  # fmt: skip
     options, bias = {}, None
     if cell.option == "causal":
         seen = np.tri(cell.queries, cell.keys, cell.keys - cell.queries, bool)
@@ -155,11 +171,15 @@ def calls(cell, torch):
         "cupyflash": lambda: cupyflash.attention(q, k, v, **options),
         "numpy": lambda: unfused(q, k, v, bias),
     }
+    if is_grouped:
+        rows = cell.batch, 1, GROUP * cell.queries, cell.head_dim
+        found["numpy"] = lambda: unfused(q.reshape(rows), k, v).reshape(q.shape)
     if torch is not None:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         tensors = [timing.to_torch(torch, x) for x in (q, k, v)]
         mask = None if bias is None else timing.to_torch(torch, bias)
-        found["torch"] = lambda: sdpa(*tensors, attn_mask=mask).numpy()
+        more = {"enable_gqa": True} if is_grouped else {}
+        found["torch"] = lambda: sdpa(*tensors, attn_mask=mask, **more).numpy()
     return found, max(0, cell.queries - cell.keys) if cell.option == "causal" else 0
 
 
@@ -241,7 +261,8 @@ def measure(cell, torch, seconds):
 def merged(old, new):
     """Rows of two runs in the order of `cells`; the new one of a cell in both."""
     by_name = {row["cell"]: row for row in (*old, *new)}
-    names = [cell.name for cell in (*cells(), *gradient_cells())]
+    every = *cells(), *gradient_cells(), *grouped_cells()
+    names = [cell.name for cell in every]
     order = {name: number for number, name in enumerate(names)}
     return sorted(by_name.values(), key=lambda row: order.get(row["cell"], len(order)))
 
@@ -296,6 +317,9 @@ def main():
     parser.add_argument(
         "--gradients", action="store_true", help="attention_vjp in place of attention"
     )
+    parser.add_argument(
+        "--grouped", action="store_true", help="heads that share keys, and few queries"
+    )
     parser.set_defaults(json=RESULTS / "landscape_cpu.json", cpu=True)
     args = parser.parse_args()
     every = cells()
@@ -303,6 +327,10 @@ def main():
         every = gradient_cells()
         if args.json == RESULTS / "landscape_cpu.json":
             args.json = RESULTS / "landscape_vjp_cpu.json"
+    elif args.grouped:
+        every = grouped_cells()
+        if args.json == RESULTS / "landscape_cpu.json":
+            args.json = RESULTS / "landscape_grouped_cpu.json"
     torch = timing.optional("torch")
     old = []
     if args.add and args.json is not None and args.json.exists():

@@ -289,6 +289,9 @@ def test_cells_of_the_landscape_are_known_by_name(script):
     gradients = landscape.gradient_cells()
     assert {cell.batch for cell in gradients} == set(landscape.BATCHES)
     assert not {cell.name for cell in gradients} & {cell.name for cell in cells}
+    grouped = landscape.grouped_cells()
+    assert {cell.queries for cell in grouped} == set(landscape.GROUP_QUERIES)
+    assert not {cell.name for cell in grouped} & {cell.name for cell in cells}
 
 
 def test_a_ratio_is_to_the_fastest_other(script):
@@ -320,7 +323,7 @@ def test_pieces_of_the_landscape_are_joined(script):
     assert rows[0]["ratio"] == 4.0
 
 
-@pytest.mark.parametrize("option", ["plain", "causal", "bias", "gradients"])
+@pytest.mark.parametrize("option", ["plain", "causal", "bias", "gradients", "grouped"])
 @pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 3), (1, 1)])
 def test_both_ways_of_a_cell_agree(script, option, queries, keys):
     landscape = script("bench_landscape")

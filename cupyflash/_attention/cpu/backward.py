@@ -25,7 +25,13 @@ from dataclasses import replace
 import numpy as np
 
 from cupyflash._attention import vjp_problem
-from cupyflash._attention.cpu import backward_entries, checked, entries, functions
+from cupyflash._attention.cpu import (
+    backward_entries,
+    checked,
+    entries,
+    functions,
+    grouped,
+)
 from cupyflash._attention.cpu.block import (
     Part,
     Task,
@@ -38,6 +44,7 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._attention.cpu.pieces import multiply_transposed
 from cupyflash._attention.cpu.tiled import keys_of_a_block, rows_of_a_task
+from cupyflash._attention.problem import heads_first
 from cupyflash._attention.row_sums import RowSums, delta_for_sinks, is_whole
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
 from cupyflash._core import arrays
@@ -75,14 +82,14 @@ def attention_vjp(*arguments):
         )  # fmt: skip
     else:
         key = checked.key_of((q, dout, k, v, out, lse), arguments[6:])
-    problem, direct = _checked.get(key, (None, None))
+    problem, direct, joined = _checked.get(key, (None, None, None))
     operands = None
     if problem is None:
         problem, operands = vjp_problem.attention_vjp(*arguments)
+        joined = grouped.vjp_as_rows(problem)
         if key is not None:
-            if backward_entries.Direct.takes_vjp(problem):
-                direct = backward_entries.Direct(problem)
-            checked.remember(_checked, key, (problem, direct))
+            direct = _short_way(problem)
+            checked.remember(_checked, key, (problem, direct, joined))
     else:
         checked.check_lengths_of(problem.forward, query_lengths, key_lengths)
     if direct is not None:  # in the first call, too: it rounds otherwise than `run`
@@ -98,7 +105,20 @@ def attention_vjp(*arguments):
             query_lengths, key_lengths,
         )  # fmt: skip
         operands = vjp_problem.views(problem.forward, inputs, dout, out, lse, dlse)
+    if joined is not None:
+        return _run_joined(problem, joined, operands)
     return run(problem, operands)
+
+
+def _short_way(problem):
+    """What makes the gradients of calls like this one at once, or None."""
+    joined = grouped.vjp_as_rows(problem, in_layout=False)
+    if not backward_entries.Direct.takes_vjp(joined or problem):
+        return None
+    if joined is None:
+        return backward_entries.Direct(problem)
+    direct = backward_entries.Direct(joined)
+    return grouped.Direct(problem.forward, joined.forward, direct)
 
 
 def run(problem, operands, row_sums=None):
@@ -111,6 +131,9 @@ def run(problem, operands, row_sums=None):
         forward, inputs = functions.as_options(forward, operands.forward)
         problem = replace(problem, forward=forward)
         operands = operands._replace(forward=inputs)
+    joined = grouped.vjp_as_rows(problem) if row_sums is None else None
+    if joined is not None:
+        return _run_joined(problem, joined, operands)
     dtype = arrays.to_dtype(forward.dtype)
     # Boxes store all, if they see all keys; else there are keys that get nothing.
     every = 0, forward.seqlen_k
@@ -135,6 +158,14 @@ def run(problem, operands, row_sums=None):
     return grads._replace(dscore=dscore)
 
 
+def _run_joined(problem, joined, operands):
+    """`run` of a call whose groups go as rows."""
+    forward = problem.forward
+    grads = run(joined, grouped.join_vjp_operands(forward, joined.forward, operands))
+    dq = heads_first(grads.dq, forward.layout)
+    return grads._replace(dq=grouped.split(dq, forward))
+
+
 def _block_shape(forward):
     """(rows, keys) of a block of scores: cut as the forward call cuts.
 
@@ -150,7 +181,13 @@ def _block_shape(forward):
 
 def describe(problem, operands):
     """What would run; nothing does."""
-    forward, _ = functions.as_options(problem.forward, operands.forward)
+    asked, offset = problem.forward, offset_of(problem.forward, operands.forward)
+    forward, _ = functions.as_options(asked, operands.forward)
+    joined = grouped.vjp_as_rows(replace(problem, forward=forward))
+    of_groups = {}
+    if joined is not None:
+        of_groups["heads_of_a_product"] = forward.num_heads // joined.forward.num_heads
+        problem, forward = joined, joined.forward
     rows, keys = _block_shape(forward)
     boxes, num_parts = in_boxes(problem), _num_parts(forward)
     again = problem.need_dbias and not boxes
@@ -171,13 +208,8 @@ def describe(problem, operands):
         "parts_of_the_queries": 1 if boxes else num_parts,
         "threads": threads,
         "blocks_made_twice": "for dbias" if again else "none",
-        **functions.describe(
-            problem.forward,
-            operands.forward,
-            offset_of(forward, operands.forward),
-            rows,
-            keys,
-        ),
+        **of_groups,
+        **functions.describe(asked, operands.forward, offset, rows, keys),
     }
 
 

@@ -50,6 +50,9 @@ MAY_BE_LOST = {
     "float64": 2.0**-48,
 }
 
+# Norms below which a product is finite however it is rounded, by the size of a number.
+_WELL_BELOW_INFINITY = {4: 1e37, 8: 1e307}
+
 
 class Terms(NamedTuple):
     """What a box adds to each gradient, with the axes of `Entries` or (1, ...)."""
@@ -165,9 +168,12 @@ class Direct(entries.Direct):
 
     def gradients(self, out, dout, q, k, v, *others):
         """The gradients, or None where they take the long way."""
-        flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
-        if not (flags and dout.flags.c_contiguous):
+        if not all(x.flags.c_contiguous for x in (dout, q, k, v)):
             return None
+        return self.gradients_of_views(out, dout, q, k, v, *others)
+
+    def gradients_of_views(self, out, dout, q, k, v, *others):
+        """The same of arrays whose matrices are known to lie as BLAS reads them."""
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas
@@ -232,13 +238,10 @@ class Direct(entries.Direct):
         delta = _subtract_delta(p, dp, sum_p, of_sink, down)
         ds = np.multiply(dp, p, dp)
         by_score = ds if slope is None else ds * slope
-        dq, dk = (
-            product_of_long_sums(by_score, k),
-            product_of_long_sums(by_score.mT, q),
-        )
-        if not (is_finite(dq) and is_finite(dk)):
+        dq, dk = product_of_long_sums(by_score, k), self._sum_over_rows(by_score, q)
+        if not (is_finite(dq) and _is_finite_product(by_score, q, dk)):
             return None
-        dv = product_of_long_sums(p.mT, dout)
+        dv = self._sum_over_rows(p, dout)
         np.multiply(dq, self._factor, dq)
         if not self._folds:  # else it is in q
             np.multiply(dk, self._factor, dk)
@@ -258,7 +261,7 @@ class Direct(entries.Direct):
             dsinks = _sum_to(of_heads, problem.sinks_shape, dtype)
         if self._groups is None:
             return AttentionGrads(dq, dk, dv, dbias, dsinks)
-        dk, dv = (np.add.reduce(x, -3, None, None, True) for x in (dk, dv))
+        dk, dv = (_of_group(x)[..., None, :, :] for x in (dk, dv))
         return AttentionGrads(*map(self._as_given, (dq, dk, dv), shapes), dbias, dsinks)
 
     def _gradients_of_matrices(self, dout, q, k, v, lse, bias):
@@ -280,7 +283,7 @@ class Direct(entries.Direct):
         _subtract_delta_of_matrices(p, ds, sums)
         np.multiply(ds, p, ds)
         dq, dk, dv = self._times_values(ds, k), ds.T.dot(q), p.T.dot(dout)
-        if not (is_finite(dq) and is_finite(dk)):
+        if not (is_finite(dq) and _is_finite_product(ds, q, dk)):
             return None
         np.multiply(dq, self._factor, dq)
         if not self._folds:  # else it is in q
@@ -291,11 +294,16 @@ class Direct(entries.Direct):
         """P is 1 whatever the score, and dS is 0; None where dP is not finite."""
         if not is_finite(dp):
             return None
-        dv = product_of_long_sums(p.mT, dout)
+        dv = self._sum_over_rows(p, dout)
         if self._groups is not None:
-            dv = np.add.reduce(dv, -3, None, None, True)
-            dv = self._as_given(dv, shapes[2])
+            dv = self._as_given(_of_group(dv)[..., None, :, :], shapes[2])
         return AttentionGrads(*(np.zeros(x, self._dtype) for x in shapes[:2]), dv)
+
+    def _sum_over_rows(self, x, y):
+        """x^T y, which may be the sum over the heads of a group already."""
+        if self._groups is None:
+            return product_of_long_sums(x.mT, y)
+        return _sum_over_rows(x, y)
 
     def _joined(self, x):
         """`x` with one axis for all heads, if they were in groups."""
@@ -413,15 +421,18 @@ class EntryGradients(Entries):
             np.copyto(terms, 0, where=~visible)
             np.copyto(ds, 0, where=~visible)
             dq = _times_values(ds, visible, k)
-            seen = visible.swapaxes(-1, -2)
-            dk = _times_values(ds.swapaxes(-1, -2), seen, q)
-            dv = _times_values(p.swapaxes(-1, -2), seen, dout)
+            seen = np.broadcast_to(visible, ds.shape)
+            dk, dv = (
+                _times_values(x.mT, is_seen.mT, y)
+                for x, is_seen, y in (
+                    _rows_of_groups(ds, seen, q), _rows_of_groups(p, seen, dout)
+                )
+            )  # fmt: skip
         else:
-            dq = product_of_long_sums(ds, k)
-            dk = product_of_long_sums(ds.swapaxes(-1, -2), q)
-            if not (is_finite(dq) and is_finite(dk)):
+            dq, dk = product_of_long_sums(ds, k), _sum_over_rows(ds, q)
+            if not (is_finite(dq) and _is_finite_product(ds, q, dk)):
                 return None
-            dv = product_of_long_sums(p.swapaxes(-1, -2), dout)
+            dv = _sum_over_rows(p, dout)
         if factor != 1:
             np.multiply(dk, factor, out=dk)
         np.multiply(dq, self.dtype.type(self.problem.scale), out=dq)
@@ -555,6 +566,39 @@ def _times_values(p, seen, v):
     seen = np.broadcast_to(seen, p.shape)
     out = [times_values(p[i], seen[i], v[i]) for i in np.ndindex(heads)]
     return np.reshape(out, p.shape[:-1] + v.shape[-1:])
+
+
+def _sum_over_rows(x, y):
+    """x^T y of each head of a group, or at once the sum over these heads."""
+    x, y = _rows_of_groups(x, y)
+    return product_of_long_sums(x.mT, y)
+
+
+def _rows_of_groups(x, *others):
+    """Matrices with the rows of all heads of a group, in place of these heads.
+
+    Their products by rows are sums over the group, without terms of each head in
+    memory. Where keys are side by side the rows of two heads are not: then as given.
+    """
+    if x.shape[-3] == 1 or not x.flags.c_contiguous:
+        return x, *others
+    return [
+        y.reshape((*y.shape[:-3], 1, y.shape[-3] * y.shape[-2], y.shape[-1]))
+        for y in (x, *others)
+    ]
+
+
+def _is_finite_product(a, b, product):
+    """Whether a^T b, or what it is summed to, and its squares are all finite.
+
+    No number of it is above the norms of both; they are quicker where rows are few.
+    """
+    if a.size + b.size < product.size:
+        a, b = a.ravel("K"), b.ravel("K")
+        bound = math.sqrt(a.dot(a)) * math.sqrt(b.dot(b))
+        if bound < _WELL_BELOW_INFINITY[product.itemsize]:
+            return True
+    return is_finite(product)
 
 
 def _of_group(x):

@@ -596,8 +596,10 @@ class Direct:
     def __call__(self, q, k, v, out, *options):
         """(out, lse or None), or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
-        if not flags:
-            return None
+        return self.of_views(q, k, v, out, *options) if flags else None
+
+    def of_views(self, q, k, v, out, *options):
+        """The same of arrays whose matrices are known to lie as BLAS reads them."""
         if not self._halves:
             small = self._is_small_for_blas
             run = _threads.silently if small else _threads.run_with_blas

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.cpu import checked, entries, functions, tiled
+from cupyflash._attention.cpu import checked, entries, functions, grouped, tiled
 from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
@@ -29,9 +29,10 @@ _ONLINE_RUN = 64
 
 
 # What has been checked, by the shapes and options of the arguments: the problem, how to
-# make the call at once if one thread makes it, and what computes it, if that is known.
+# make the call at once if one thread makes it, what computes it, if that is known, and
+# the problem with groups as rows, if there is one.
 _checked: dict = {}
-_UNKNOWN = None, None, None
+_UNKNOWN = None, None, None, None
 
 
 def attention(*arguments):
@@ -75,7 +76,7 @@ def attention(*arguments):
             key += more
     elif given is None and (out is None or checked.is_free(out, arguments)):
         key = checked.key_of((q, k, v), arguments[3:19])
-    problem, direct, compute = _checked.get(key, _UNKNOWN)
+    problem, direct, compute, joined = _checked.get(key, _UNKNOWN)
     if problem is not None:
         if not (query_lengths is key_lengths is None):
             checked.check_lengths_of(problem, query_lengths, key_lengths)
@@ -92,21 +93,48 @@ def attention(*arguments):
         )._replace(functions=given)  # fmt: skip
         if out is not None:
             operands = operands._replace(out=heads_first(out, layout), given_out=out)
-        return run(problem, operands, compute)
+        if joined is not None:
+            return _run_joined(problem, joined, operands, compute)
+        return run(problem, operands, compute, may_join=False)
     problem, operands = attention_problem.attention(*arguments)
     problem, operands = functions.as_options(problem, operands)
     if key is not None:
-        compute = entries.run_one_box if entries.is_one_box(problem) else None
-        if compute or entries.halves_of(problem):
-            takes = entries.Direct.takes(problem, q.shape, k.shape)
-            direct = entries.Direct(problem) if takes else None
-        checked.remember(_checked, key, (problem, direct, compute))
+        joined = grouped.as_rows(problem)
+        if joined is None:
+            direct, compute = _short_ways(problem, q, k)
+        else:
+            shapes = grouped.join(q, joined, layout), heads_first(k, layout)
+            direct, compute = _short_ways(joined, *shapes)
+            direct = direct and grouped.Direct(problem, joined, direct)
+        checked.remember(_checked, key, (problem, direct, compute, joined))
     return run(problem, operands)
 
 
-def run(problem, operands, compute=None):
-    """Compute attention on the host: (out, lse)."""
+def _short_ways(problem, q, k):
+    """(what makes a call like this one at once, what computes it), or None for each."""
+    compute = entries.run_one_box if entries.is_one_box(problem) else None
+    if (compute or entries.halves_of(problem)) and entries.Direct.takes(
+        problem, q.shape, k.shape
+    ):
+        return entries.Direct(problem), compute
+    return None, compute
+
+
+def _run_joined(problem, joined, operands, compute=None):
+    """`run` of a call whose groups go as rows."""
+    rows, lse = run(
+        joined, grouped.join_operands(problem, joined, operands), compute, False
+    )
+    rows = grouped.split(rows, problem, operands.given_out)
+    return rows, lse.reshape(problem.lse_shape)
+
+
+def run(problem, operands, compute=None, may_join=True):
+    """Compute attention on the host: (out, lse); groups go as rows where they may."""
     problem, operands = functions.as_options(problem, operands)
+    joined = grouped.as_rows(problem) if may_join else None
+    if joined is not None:
+        return _run_joined(problem, joined, operands, compute)
     out = operands.given_out
     if out is None:
         out = np.empty(problem.out_shape, arrays.to_dtype(problem.dtype))
@@ -128,6 +156,11 @@ def describe(problem, operands):
     problem, operands = functions.as_options(problem, operands)
     name = "tiled" if problem.method == "auto" else problem.method
     offset = offset_of(problem, operands)
+    joined = grouped.as_rows(problem)
+    of_groups = {}
+    if joined is not None:
+        heads = problem.num_heads // joined.num_heads
+        problem, of_groups = joined, {"heads_of_a_product": heads}
     threads = _threads.with_blas(num_threads(problem))
     if _method(problem) is entries.run:
         size, rows = entries.shape_of_a_box(problem)
@@ -142,6 +175,7 @@ def describe(problem, operands):
             "entries_of_a_task": size,
             "rows_of_a_task": rows,
             "threads": threads,
+            **of_groups,
             **functions.describe(*asked, offset, rows, problem.seqlen_k),
         }
     rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
@@ -149,6 +183,7 @@ def describe(problem, operands):
         "kernel": name,
         "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _unfused_rows(problem))),
         "threads": threads,
+        **of_groups,
     }
     details |= functions.describe(
         *asked, offset, details["rows_of_a_task"], tiled.keys_of_a_block(problem)

@@ -25,6 +25,7 @@ from cupyflash._attention.cpu import (
     block,
     checked,
     entries,
+    grouped,
     pieces,
     tiled,
 )
@@ -1240,6 +1241,245 @@ def test_gradients_of_small_heads_do_not_depend_on_others(rng, options, dtype, b
         for a, b in zip(alone, together, strict=True):
             if a is not None:
                 np.testing.assert_array_equal(a[0], b[head])
+
+
+# --- heads of a group as rows of one product -----------------------------------------
+
+_OF_GROUPS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 2.0},
+    "causal": {"causal": True},
+    "key lengths": {"key_lengths": np.array([40, 17, 1])},
+    "bias of keys": {"bias": np.cos(np.arange(40.0))},
+    "bias of queries": {"bias": np.cos(np.arange(120.0)).reshape(3, 40)},
+    "bias of heads": {"bias": np.cos(np.arange(480.0)).reshape(12, 1, 40)},
+    "bias of rows": {"bias": np.cos(np.arange(1440.0)).reshape(12, 3, 40)},
+    "bias of entries": {"bias": np.cos(np.arange(120.0)).reshape(3, 1, 1, 40)},
+    "mask": {"mask": np.tri(3, 40, 5, bool)},
+    "mask of heads": {"mask": np.cos(np.arange(1440.0)).reshape(12, 3, 40) > -0.5},
+    "mask and bias": {
+        "mask": np.tri(3, 40, 30, bool), "bias": np.cos(np.arange(12.0))[:, None, None]
+    },
+    "offset": {"query_offset": 7},
+    "window": {"window": (9, 4), "query_offset": 20},
+    "window of all": {"window": (40, 9), "query_offset": 35},
+    "causal, offset": {
+        "causal": True, "query_offset": 39, "key_lengths": np.array([40, 13, 0]),
+        "mask": np.cos(np.arange(480.0)).reshape(12, 1, 40) > -0.5,
+        "bias": np.cos(np.arange(120.0)).reshape(3, 1, 1, 40),
+    },
+    "window by a function": {"mask": lambda i, j: (j <= i) & (i - j < 7)},
+    "function": {"score": lambda s, i, j: 2 * np.tanh(s / 2)},
+}  # fmt: skip
+
+
+def _some_queries(x, queries):
+    """An option of three queries for as many, from the last ones."""
+    is_array = isinstance(x, np.ndarray) and x.ndim > 1 and x.shape[-2] == 3
+    return x[..., 3 - queries :, :] if is_array else x
+
+
+def _apart(monkeypatch):
+    """No heads go together; no call is known."""
+    for module in (attention_cpu, vjp_cpu):
+        monkeypatch.setattr(module, "_checked", {})
+    monkeypatch.setattr(grouped, "_MOST_ROWS", 1)
+
+
+@pytest.mark.parametrize("name", _OF_GROUPS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_heads_of_a_group_are_rows_of_one_product(
+    rng, monkeypatch, name, layout, kv_heads, queries, dtype
+):
+    q, k, v = arrays(rng, 3, queries, 40, 8, dtype, 12, kv_heads)
+    options = {n: _some_queries(x, queries) for n, x in _OF_GROUPS[name].items()}
+    exact_options = dict(options)
+    if name == "function":
+        exact_options = {"softcap": 2.0}
+    elif name == "window by a function":
+        exact_options = {"window": (6, 0)}
+    exact, exact_lse, _ = oracle.attention(q, k, v, **exact_options)
+    dout = rng.normal(size=q.shape).astype(dtype)
+    if layout == "bshd":
+        q, k, v, dout, exact = (
+            np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v, dout, exact)
+        )
+    options["layout"] = layout
+    told = cupyflash.explain("attention", q, k, v, **options).details
+    is_joined = queries == 1 or not ("causal" in name or "window" in name)
+    is_joined &= name not in ("window", "window by a function") and dtype != "float16"
+    assert ("heads_of_a_product" in told) == is_joined
+    if is_joined:  # in up to 32 rows
+        most = 12 if queries == 1 else 6
+        assert told["heads_of_a_product"] == min(12 // kv_heads, most)
+    close = {"rtol": 2e-3, "atol": 1e-3} if dtype == "float16" else {}
+    close = close or {"rtol": 1e-5, "atol": 2e-6}
+    target = np.empty_like(dout)
+    for _ in range(2):  # the second one is a known call
+        y = cupyflash.attention(q, k, v, **options)
+        assert y.flags.c_contiguous
+        np.testing.assert_allclose(y, exact.astype(float), **close)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        np.testing.assert_array_equal(out, y)
+        np.testing.assert_allclose(lse, exact_lse.astype(float), **close)
+        assert cupyflash.attention(q, k, v, out=target, **options) is target
+        np.testing.assert_array_equal(target, y)
+    dlse = np.where(np.isfinite(lse), 0.3 * lse, 0).astype(lse.dtype)
+    grads = [
+        cupyflash.attention_vjp(dout, q, k, v, out, lse, dlse=dlse, **options)
+        for _ in range(2)
+    ]
+    _apart(monkeypatch)
+    told = cupyflash.explain("attention", q, k, v, **options).details
+    assert "heads_of_a_product" not in told
+    apart = cupyflash.attention_vjp(dout, q, k, v, out, lse, dlse=dlse, **options)
+    for one, other, x in zip(apart[:3], grads[0][:3], (q, k, v), strict=True):
+        assert other.shape == x.shape
+        assert other.dtype == x.dtype
+        assert other.flags.c_contiguous
+        np.testing.assert_allclose(
+            other.astype(float),
+            one.astype(float),
+            **(close | {"atol": 20 * close["atol"]}),
+        )
+    for one, other in zip(grads[0][:3], grads[1][:3], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(1, 300, 80), (1, 1500, 64), (2, 40, 8), (4, 9, 4)])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_bits_of_heads_that_go_together(rng, dtype, shape, kv_heads):
+    """An entry of many has those of it alone, however arrays lie in memory."""
+    q, k, v = arrays(rng, 9, *shape, dtype, 8, kv_heads)
+    dout = rng.normal(size=q.shape).astype(dtype)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    grads = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    for i in (0, 8):
+        here = slice(i, i + 1)
+        one, one_lse = cupyflash.attention(q[here], k[here], v[here], return_lse=True)
+        np.testing.assert_array_equal(one, out[here])
+        np.testing.assert_array_equal(one_lse, lse[here])
+    for axis in (0, 2, 3):
+        wide = [np.repeat(x, 2, axis=axis) for x in (q, k, v)]
+        wide = [x.swapaxes(0, axis)[::2].swapaxes(0, axis) for x in wide]
+        for _ in range(2):
+            np.testing.assert_array_equal(cupyflash.attention(*wide), out)
+            found = cupyflash.attention_vjp(dout, *wide, out, lse)
+            for x, expected in zip(found[:3], grads[:3], strict=True):
+                np.testing.assert_array_equal(x, expected)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (dout, q, k, v, out)]
+    for _ in range(2):
+        y = cupyflash.attention(*turned[1:4], layout="bshd")
+        np.testing.assert_array_equal(y.swapaxes(1, 2), out)
+        found = cupyflash.attention_vjp(*turned, lse, layout="bshd")
+        for x, expected in zip(found[:3], grads[:3], strict=True):
+            np.testing.assert_array_equal(x.swapaxes(1, 2), expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_that_go_together_and_are_not_finite(rng, monkeypatch, bad, masked):
+    q, k, v = arrays(rng, 2, 1, 40, 8, "float32", 8, 2)
+    dout = rng.normal(size=q.shape).astype("float32")
+    options = {"mask": np.arange(40) != 5} if masked else {}
+    k[0, 1, 5, 3] = v[1, 0, 5, 2] = bad
+
+    def call():
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        return (
+            out,
+            lse,
+            *cupyflash.attention_vjp(dout, q, k, v, out, lse, **options)[:3],
+        )
+
+    with np.errstate(all="ignore"):
+        together = [call() for _ in range(2)]
+        _apart(monkeypatch)
+        apart = call()
+    for found in together:
+        for one, other in zip(found, apart, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_group_is_cut_where_cores_are_without_a_head(monkeypatch):
+    """Or where it has more rows than a product is to have."""
+
+    def heads_of_a_product(heads, kv_heads, queries, keys, dim):
+        q = np.broadcast_to(np.float32(0), (1, heads, queries, dim))
+        k = np.broadcast_to(np.float32(0), (1, kv_heads, keys, dim))
+        told = cupyflash.explain("attention", q, k, k).details
+        return told.get("heads_of_a_product", 1)
+
+    monkeypatch.setattr(threads, "num_cores", lambda: 4)
+    assert heads_of_a_product(32, 8, 1, 4096, 128) == 4
+    assert heads_of_a_product(32, 1, 1, 8192, 128) == 8
+    assert heads_of_a_product(32, 1, 1, 64, 16) == 32
+    assert heads_of_a_product(64, 1, 1, 64, 16) == 32
+    assert heads_of_a_product(32, 2, 4, 64, 16) == 8
+    assert heads_of_a_product(34, 2, 2, 64, 16) == 1  # 17 heads
+    assert heads_of_a_product(32, 8, 5, 64, 16) == 1
+    assert heads_of_a_product(8, 8, 1, 64, 16) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("rows", "keys"), [(40, 50), (100, 20), (8, 400)])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_of_groups_of_many_queries(rng, dtype, rows, keys, layout):
+    """Those of k and v are of all rows of a group at once, not of a head at a time."""
+    q, k, v = arrays(rng, 2, rows, keys, 16, dtype, 6, 2)
+    dout = rng.normal(size=q.shape).astype(dtype)
+    bias = rng.normal(size=(6, rows, keys)).astype(dtype)
+
+    def gradients(k, v):
+        given = q, k, v, dout
+        if layout == "bshd":
+            given = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in given]
+        q_, k_, v_, dout_ = given
+        options = {"bias": bias, "softcap": 5.0, "layout": layout}
+        out, lse = cupyflash.attention(q_, k_, v_, return_lse=True, **options)
+        found = [
+            cupyflash.attention_vjp(
+                dout_, q_, k_, v_, out, lse, need_dbias=True, **options
+            )
+            for _ in range(2)
+        ]
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_array_equal(one, other)
+        dq, dk, dv, dbias, *_ = found[0]
+        if layout == "bshd":
+            dq, dk, dv = (x.swapaxes(1, 2) for x in (dq, dk, dv))
+        return dq, dk, dv, dbias
+
+    together = gradients(k, v)
+    dq, dk, dv, dbias = gradients(np.repeat(k, 3, axis=1), np.repeat(v, 3, axis=1))
+    dk, dv = (x.reshape(2, 2, 3, keys, 16).sum(axis=2) for x in (dk, dv))
+    close = 1e-5 if dtype == "float32" else 1e-13
+    for one, other in zip(together, (dq, dk, dv, dbias), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=close * np.abs(other).max())
+
+
+def test_norms_tell_that_a_product_is_finite(rng, monkeypatch):
+    a, b = (rng.normal(size=(2, 3, n)).astype(np.float32) for n in (50, 40))
+    asked = []
+    is_finite = backward_entries.is_finite
+    monkeypatch.setattr(
+        backward_entries, "is_finite", lambda x: asked.append(1) or is_finite(x)
+    )
+    with np.errstate(all="ignore"):
+        for size, asks, finite in (
+            (1, 0, True), (1e15, 0, True), (1e18, 1, False), (1e20, 1, False),
+            (np.inf, 1, False), (np.nan, 1, False),
+        ):  # fmt: skip
+            asked.clear()
+            x, y = a * np.float32(size), b * np.float32(size)
+            product = x.mT @ y
+            assert backward_entries._is_finite_product(x, y, product) == finite
+            assert len(asked) == asks
 
 
 # --- what Ctrl-C waits for -----------------------------------------------------------

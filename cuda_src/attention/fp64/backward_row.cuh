@@ -4,10 +4,11 @@
 
 #include "attention/score/score.cuh"
 
-// Whether a total of weights is 1 up to roundings of lse; if not, lse covers keys of
-// other calls.
+// Whether a total of weights is 1 up to kMost roundings of lse; if not, lse covers keys
+// of other calls.
+template <int kMost = 8>
 __device__ __forceinline__ bool sums_to_one(double total, double lse) {
-  const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse));
+  const double roundings = kMost * 0x1p-52 * larger(1.0, abs_of(lse));
   // False if both are infinite, for a row that sees no key.
   return abs_of(log_of(total)) < roundings;
 }

@@ -211,7 +211,7 @@ def _short():
         yield replace(made_up("float32"), **{**many, "seqlen_k": 64}), 1
     # In float64.
     few = {"num_heads": 512, "num_kv_heads": 512}
-    for keys, head_dim in itertools.product((16, 32, 64), (32, 64, 96, 128)):
+    for keys, head_dim in itertools.product((16, 32, 64), (32, 64, 96, 128, 192, 256)):
         of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
         yield of_doubles, 1
         if keys == 32:
@@ -220,7 +220,7 @@ def _short():
             yield with_functions(of_doubles), 1
         if head_dim == 64:
             yield replace(of_doubles, seqlen_q=40), 1
-    # Of these, few that only the forward kernel takes.
+    # And for the forward kernel.
     for keys, head_dim in itertools.product((8, 16, 32), (16, 64, 128, 192, 256)):
         of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
         if keys == 8 or head_dim in (16, 192, 256):

@@ -352,6 +352,8 @@ VJP_PRODUCTS = {
          lambda p: attention_config.num_heads(p) * (p.seqlen_q + 64)),
         ("fp64/short_backward.cu: unit + kTeams",
          lambda p: attention_config.num_heads(p) * -(-p.seqlen_q // 16) + 8),
+        ("fp64/short_backward_wide.cu: unit * kWarpRows",
+         lambda p: attention_config.num_heads(p) * (p.seqlen_q + 16)),
     ),
     "sections_f64": (
         ("fp64/products.cuh: (step + kStages) * kStep",

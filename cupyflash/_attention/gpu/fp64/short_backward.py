@@ -15,7 +15,7 @@ from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.structs import Struct
 
 SHORT_F64 = Struct(
-    "short_f64_t", "attention/fp64/short_backward.cu", ((OPERAND, "dq"),)
+    "short_f64_t", "attention/fp64/short_gradients.cuh", ((OPERAND, "dq"),)
 )
 
 # The most shared memory other than that of Team.smem, and what the system reserves.
@@ -35,6 +35,7 @@ class Team:
     warps: int
     team: int
     min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
+    source: str = ""  # what follows the name of the kernel and of its file
 
     @property
     def block_m(self) -> int:
@@ -49,6 +50,22 @@ class Team:
         """Bytes for k and v; q, dO, P and dS of each warp."""
         of_warp = 2 * WARP_ROWS * (dim + keys)
         return 8 * (2 * keys * dim + self.warps * of_warp)
+
+
+@dataclass(frozen=True)
+class WideTeam(Team):
+    """Warps that share a tile of as few queries as a warp has, and divide columns."""
+
+    source: str = "_wide"
+
+    @property
+    def block_m(self) -> int:
+        return WARP_ROWS
+
+    def smem(self, keys: int, dim: int) -> int:
+        """Bytes for k and v; q, dO, halves of S and dP, P and dS of each team."""
+        of_team = 2 * WARP_ROWS * dim + 6 * WARP_ROWS * keys
+        return 8 * (2 * keys * dim + self.teams * of_team)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +163,8 @@ class ShortFloat64VjpKernel(BackwardSpec):
             batch_dims,
             num_blocks,
             32 * team.warps,
-            "attention/fp64/short_backward.cu",
-            f"attention_vjp_{self.name}",
+            f"attention/fp64/short_backward{team.source}.cu",
+            f"attention_vjp_{self.name}{team.source}",
             smem=team.smem(keys, dim),
             DIM=dim,
             BLOCK_N=keys,
@@ -166,7 +183,7 @@ class ShortFloat64VjpKernel(BackwardSpec):
 
 SHORT_F64_VJP = ShortFloat64VjpKernel(
     name="short_f64",
-    dims=(32, 64, 96, 128),
+    dims=(32, 64, 96, 128, 192, 256),
     teams={
         (16, 32): (Team(4, 1, 3),),
         (32, 32): (Team(8, 1),),
@@ -177,5 +194,9 @@ SHORT_F64_VJP = ShortFloat64VjpKernel(
         (32, 96): (Team(4, 4),),
         (16, 128): (Team(4, 2), Team(2, 2)),
         (32, 128): (Team(4, 4),),
+        (16, 192): (WideTeam(8, 4), WideTeam(4, 4)),
+        (32, 192): (WideTeam(8, 8),),
+        (16, 256): (WideTeam(8, 4), WideTeam(4, 4)),
+        (32, 256): (WideTeam(8, 8),),
     },
 )

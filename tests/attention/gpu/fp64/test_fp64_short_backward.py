@@ -19,7 +19,7 @@ from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel
 from cupyflash._reference import backward as reference_vjp
 
-MOST = {32: 64, 64: 32, 96: 32, 128: 32}  # keys, by head dimension
+MOST = {32: 64, 64: 32, 96: 32, 128: 32, 192: 32, 256: 32}  # keys, by head dimension
 
 
 def problem(head_dim=64, keys=16, more=None, **options):
@@ -31,7 +31,7 @@ def problem(head_dim=64, keys=16, more=None, **options):
 # --- selection -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 32, 33, 64, 90, 128])
+@pytest.mark.parametrize("head_dim", [1, 8, 32, 33, 64, 90, 128, 129, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"bias": "float64"}, {"softcap": 3.0}])
 def test_takes_few_keys(head_dim, options):
     most = MOST[ROW.dim(problem(head_dim).forward)]
@@ -49,11 +49,13 @@ def test_takes_few_keys(head_dim, options):
     ("asked", "arch", "reason"),
     [
         (problem(dtype="float32"), "sm_90a", "takes float64, not float32"),
-        (problem(129), "sm_90a", "not both up to 128"),
+        (problem(257), "sm_90a", "not both up to 256"),
         (problem(keys=0), "sm_90a", "1 to 64 keys, not 0"),
         (problem(keys=65), "sm_90a", "1 to 64 keys, not 65"),
         (problem(128, keys=33), "sm_90a", "more shared memory"),
+        (problem(256, keys=33), "sm_90a", "more shared memory"),
         (problem(128, keys=32), "sm_80", "more shared memory"),
+        (problem(256, keys=17), "sm_80", "more shared memory"),
         (problem(seqlen_q=1 << 16), "sm_90a", "sums up to 32768 queries"),
         (problem(num_kv_heads=4), "sm_90a", "of a head of k, not 65536"),
         (problem(more={"need_dbias": True}), "sm_90a", "does not compute dbias"),
@@ -115,7 +117,19 @@ def cupy(cupy, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("keys", [1, 7, 16, 17, 32, 50, 64])
 @pytest.mark.parametrize("queries", [1, 16, 33, 150, 700])
-@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (33, 100), (128, 128), (96, 7)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (8, 8),
+        (64, 64),
+        (33, 100),
+        (128, 128),
+        (96, 7),
+        (190, 60),
+        (129, 256),
+        (256, 256),
+    ],
+)
 def test_sizes(cupy, rng, keys, queries, dims):
     arrays = inputs(rng, "float64", **shapes(queries, keys, *dims))
     dim = next(n for n in MOST if max(dims) <= n)
@@ -129,7 +143,7 @@ def test_sizes(cupy, rng, keys, queries, dims):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("seqlens", [(150, 32), (40, 5), (900, 16)])
-@pytest.mark.parametrize("dims", [(64, 64), (100, 128)])
+@pytest.mark.parametrize("dims", [(64, 64), (100, 128), (256, 200), (130, 192)])
 def test_options(cupy, rng, name, seqlens, dims):
     arrays = inputs(rng, "float64", **shapes(*seqlens, *dims, heads=(4, 2)))
     agree(cupy, *arrays, **OPTIONS[name])
@@ -137,7 +151,7 @@ def test_options(cupy, rng, name, seqlens, dims):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(70, 20), (700, 11)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_all_options(cupy, rng, seqlens, head_dim):
     queries, keys = seqlens
     options = {
@@ -163,24 +177,26 @@ def test_all_options(cupy, rng, seqlens, head_dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ROW_FORMS)
-def test_strides(cupy, rng, form):
-    arrays = inputs(rng, "float64", q=(3, 2, 70, 50), k=(3, 2, 9, 50))
+@pytest.mark.parametrize("dim", [50, 130])
+def test_strides(cupy, rng, form, dim):
+    arrays = inputs(rng, "float64", q=(3, 2, 70, dim), k=(3, 2, 9, dim))
     agree(cupy, *arrays, forms=dict.fromkeys(("q", "k", "v", "dout", "out"), form))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_k", [(1,), ()])
 @pytest.mark.parametrize("queries", [30, 600])
-def test_entries_that_share_keys(cupy, rng, batch_k, queries):
-    q, k, v, _ = inputs(rng, "float64", (3, 4, queries, 64), (*batch_k, 2, 12, 64))
-    dout = rng.normal(size=(3, 4, queries, 64))
+@pytest.mark.parametrize("dim", [64, 256])
+def test_entries_that_share_keys(cupy, rng, batch_k, queries, dim):
+    q, k, v, _ = inputs(rng, "float64", (3, 4, queries, dim), (*batch_k, 2, 12, dim))
+    dout = rng.normal(size=(3, 4, queries, dim))
     agree(cupy, q, k, v, dout, causal=True)
-    agree(cupy, q, k, np.concatenate([v.reshape(1, 2, 12, 64)] * 3), dout)
+    agree(cupy, q, k, np.concatenate([v.reshape(1, 2, 12, dim)] * 3), dout)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(200, 3), (1500, 30)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
     q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, head_dim))
     grads = gradients(cupy, q, k, v, dout)
@@ -194,9 +210,10 @@ def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("seqlens", [(60, 12), (600, 30)])
-def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens):
+@pytest.mark.parametrize("dim", [64, 160])
+def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens, dim):
     queries, keys = seqlens
-    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, 64))
+    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, dim))
     mask = np.ones(seqlens, bool)
     mask[:, 4:9], mask[33:35] = False, False
     clean = gradients(cupy, q, k, v, dout, mask=mask)
@@ -216,8 +233,9 @@ def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(60, 12), (600, 30)])
-def test_values_that_are_not_finite(cupy, rng, seqlens):
-    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+@pytest.mark.parametrize("dim", [64, 256])
+def test_values_that_are_not_finite(cupy, rng, seqlens, dim):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
     for n, bad in ((0, np.nan), (1, np.inf), (1, np.nan), (3, np.nan)):
         given = [x.copy() for x in arrays]
         given[n][0, 3, 5] = bad
@@ -230,7 +248,7 @@ def test_values_that_are_not_finite(cupy, rng, seqlens):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("seqlens", [(150, 20), (40, 1), (500, 16)])
 def test_the_same_bits_in_every_run(cupy, rng, head_dim, seqlens):
     """Whatever the other heads, unless blocks share queries."""
@@ -246,8 +264,9 @@ def test_the_same_bits_in_every_run(cupy, rng, head_dim, seqlens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(5000, 1), (2049, 32)])
-def test_shared_queries_have_the_same_bits_again(cupy, rng, seqlens):
-    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+@pytest.mark.parametrize("dim", [64, 256])
+def test_shared_queries_have_the_same_bits_again(cupy, rng, seqlens, dim):
+    arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
     assert "backward_reduce.cu" in launches(cupy, *arrays)
     agree(cupy, *arrays)
     first, again = (gradients(cupy, *arrays) for _ in range(2))
@@ -258,10 +277,11 @@ def test_shared_queries_have_the_same_bits_again(cupy, rng, seqlens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(60, 7), (700, 20)])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_lse_of_other_roundings(cupy, rng, seqlens, has_sinks):
+@pytest.mark.parametrize("dim", [64, 256])
+def test_lse_of_other_roundings(cupy, rng, seqlens, has_sinks, dim):
     """Weights sum to 1 whatever lse was rounded to, unless it knows of more keys."""
     q, k, v, dout = (
-        place(cupy, x) for x in inputs(rng, "float64", **shapes(*seqlens, 64))
+        place(cupy, x) for x in inputs(rng, "float64", **shapes(*seqlens, dim))
     )
     more = {"sinks": place(cupy, rng.normal(size=2))} if has_sinks else {}
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **more)

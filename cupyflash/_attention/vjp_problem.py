@@ -63,6 +63,8 @@ class AttentionVjpProblem:
     # Kernels write dq, dk and dv with rows padded to whole 16-byte vectors, which
     # another kernel trims.
     whole_vectors: bool = False
+    # The heads of a group are queries of one head; q_shape is then heads-first.
+    is_packed: bool = False
 
     @property
     def backend(self) -> str:

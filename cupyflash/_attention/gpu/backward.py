@@ -191,8 +191,9 @@ def make_plan(problem, operands) -> AttentionPlan:
         steps = _STEPS[type(row)](row, known, fit, device)
         steps = diagonals.with_table(steps, given, table)
         functions = {n: getattr(given, n) for n in ("score", "generated", "table")}
-        problem = replace(known, forward=replace(known.forward, **functions))
-        steps = with_dscore(steps, problem, fit, device)
+        own = replace(known, forward=replace(known.forward, **functions))
+        steps = with_dscore(steps, own, fit, device)
+        problem = replace(problem, whole_vectors=known.whole_vectors)
     results = gradient_results(problem) | dscore_results(problem, operands)
     written = {name for _, arguments in steps.launches for name in arguments}
     zeros = [n for n, x in results.items() if x is not None and n not in written]
@@ -233,7 +234,7 @@ def _select(problem, operands, device):
         views, copies = _copies.made_to_fit(arrays, for_tma, most)
         dout = views.pop("dout", operands.dout)
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
-        known = _known(problem, fit)
+        known, fit = _known(problem, fit)
         row, refused = kernel.select(ATTENTION_VJP_KERNELS, known, device)
         if isinstance(row, _BY_VECTORS):
             break
@@ -241,7 +242,8 @@ def _select(problem, operands, device):
 
 
 def _known(problem, operands):
-    """The problem, with what rows of sm_90a must know about the arrays."""
+    """Problem and operands, packed, with what rows of sm_90a know about the arrays."""
+    problem, operands = views.pack_gqa_of_gradients(problem, operands)
     forward = replace(
         problem.forward,
         no_tensor_map=_no_tensor_map(problem, operands),
@@ -254,7 +256,7 @@ def _known(problem, operands):
         ),
         terms=_terms(problem.forward, operands.forward),
     )
-    return replace(problem, forward=forward)
+    return replace(problem, forward=forward), operands
 
 
 def _terms(forward, operands):

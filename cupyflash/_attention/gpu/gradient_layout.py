@@ -1,7 +1,7 @@
 """Where the numbers of a gradient go: strides, and sums over shared entries."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,9 @@ def _gradient_views(problem):
     for name in "qkv":
         columns = getattr(problem, f"{name}_shape")[-1]
         written = _made_up(problem.written_shape(name))[..., :columns]
-        views[f"d{name}"] = aligned(written, forward)
+        is_packed = name == "q" and problem.is_packed
+        own = replace(forward, layout="bhsd") if is_packed else forward
+        views[f"d{name}"] = aligned(written, own)
     if problem.need_dbias:
         views["dbias"] = aligned_bias(_made_up(problem.bias_shape), forward)
     return views

@@ -11,53 +11,118 @@ from typing import Any
 import cupy
 
 from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+
+# The most queries of a head that become rows beside those of other heads. Several would
+# be one axis with the heads only in memory without gaps.
+_MOST_PACKED = 1
 
 
 def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
-    """The same call with (heads, 1) queries as (key heads, group), or unchanged.
+    """The same call with (heads, queries) as (key heads, rows), or unchanged.
 
     Memory is not moved. Rows of a tile have different positions, so masks by position,
     alibi, functions and query lengths are left as they are.
     """
-    group = problem.group_size
-    by_position = (problem.left, problem.right, problem.alibi_slopes)
+    arrays = {name: getattr(operands, name) for name in _OF_QUERIES}
+    if not _can_pack(problem, arrays.values(), operands.sinks):
+        return problem, operands
+    if problem.seqlen_q > 1 and problem.layout != "bhsd":
+        return problem, operands  # of `out`, which is new
+    packed = {name: _packed(x, problem) for name, x in arrays.items()}
+    if operands.sinks is not None:
+        packed["sinks"] = _packed_sinks(operands.sinks, problem)
+    return _of_rows(problem, "bhsd"), operands._replace(**packed)
+
+
+def pack_gqa_of_gradients(
+    problem: AttentionVjpProblem, operands
+) -> tuple[AttentionVjpProblem, Any]:
+    """The same for gradients, of which those of q and of the bias are packed, too."""
+    forward, given = problem.forward, operands.forward
+    of_forward = {name: getattr(given, name) for name in _OF_QUERIES}
+    # Axes without columns get one.
+    others = {"dout": operands.dout}
+    for name in ("lse", "dlse"):
+        x = getattr(operands, name)
+        others[name] = None if x is None else x[..., None]
+    arrays = (*of_forward.values(), *others.values())
+    heads, queries, _ = (1, 1, 1, *problem.bias_shape)[-3:]
+    can_pack_dbias = heads == queries == 1 or (
+        heads == forward.num_heads and queries == forward.seqlen_q
+    )
     if (
-        problem.seqlen_q != 1
-        or group == 1
+        not _can_pack(forward, arrays, given.sinks)
+        or problem.need_dsinks
+        or not can_pack_dbias
+        or (forward.seqlen_q > 1 and forward.layout != "bhsd")  # of dq, which is new
+    ):
+        return problem, operands
+    packed = {name: _packed(x, forward) for name, x in of_forward.items()}
+    others = {name: _packed(x, forward) for name, x in others.items()}
+    for name in ("lse", "dlse"):
+        if others[name] is not None:
+            others[name] = others[name][..., 0]
+    if given.sinks is not None:
+        packed["sinks"] = _packed_sinks(given.sinks, forward)
+    own = replace(problem, forward=_of_rows(forward, forward.layout), is_packed=True)
+    rows = own.forward.num_heads, own.forward.seqlen_q
+    columns = problem.q_shape[-1]
+    own = replace(own, q_shape=(*problem.q_shape[:-3], *rows, columns))
+    if heads * queries > 1:
+        *batch, _, _, keys = problem.bias_shape
+        own = replace(own, bias_shape=(*batch, *rows, keys))
+    return own, operands._replace(forward=given._replace(**packed), **others)
+
+
+# Arrays of the forward call with rows for queries of a head.
+_OF_QUERIES = ("q", "out", "bias", "mask")
+
+
+def _can_pack(problem, arrays, sinks):
+    """Whether heads of a group and queries can be one axis of all these arrays."""
+    by_position = (problem.left, problem.right, problem.alibi_slopes)
+    return not (
+        problem.group_size == 1
+        or not 1 <= problem.seqlen_q <= _MOST_PACKED
         or problem.query_lengths is not None
         or problem.has_functions
         or any(x is not None for x in by_position)
         or problem.method not in ("auto", "tiled")
-    ):
-        return problem, operands
-
-    def fold(x):
-        """(.., heads, 1, n) as (.., key heads, group, n)."""
-        if x is None:
-            return None
-        *batch, _, _, n = x.shape
-        *steps, head, _, col = x.strides
-        shape = (*batch, problem.num_kv_heads, group, n)
-        return cupy.ndarray(shape, x.dtype, x.data, (*steps, head * group, head, col))
-
-    sinks = operands.sinks
-    if sinks is not None:
-        (step,) = sinks.strides
-        shape = problem.num_kv_heads, group
-        sinks = cupy.ndarray(shape, sinks.dtype, sinks.data, (step * group, step))
-    one_head = replace(
-        problem,
-        num_heads=problem.num_kv_heads,
-        seqlen_q=group,
-        layout="bhsd",  # the same memory, of one query
+        or (problem.seqlen_q > 1 and sinks is not None)
+        or any(
+            x.strides[-3] != problem.seqlen_q * x.strides[-2]
+            for x in arrays
+            if x is not None and problem.seqlen_q > 1
+        )
     )
-    return one_head, operands._replace(
-        q=fold(operands.q),
-        out=fold(operands.out),
-        bias=fold(operands.bias),
-        mask=fold(operands.mask),
-        sinks=sinks,
-    )
+
+
+def _of_rows(problem, layout):
+    """The problem with all queries of a group as those of one head."""
+    rows = problem.group_size * problem.seqlen_q
+    heads = problem.num_kv_heads
+    return replace(problem, num_heads=heads, seqlen_q=rows, layout=layout)
+
+
+def _packed(x, problem):
+    """(.., heads, queries, n) as (.., key heads, rows, n)."""
+    if x is None:
+        return None
+    *batch, _, queries, n = x.shape
+    *steps, head, row, col = x.strides
+    group = problem.group_size
+    if queries == 1:
+        row = head
+    shape = (*batch, problem.num_kv_heads, group * queries, n)
+    return cupy.ndarray(shape, x.dtype, x.data, (*steps, head * group, row, col))
+
+
+def _packed_sinks(sinks, problem):
+    """(heads) as (key heads, group): a number for each row, of one query."""
+    (step,), group = sinks.strides, problem.group_size
+    shape = problem.num_kv_heads, group
+    return cupy.ndarray(shape, sinks.dtype, sinks.data, (step * group, step))
 
 
 _VECTOR_BYTES = 16

@@ -8,6 +8,7 @@ import oracle
 import pytest
 from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host, wide
 from placing import place
+from test_attention_vjp import agree, inputs
 
 import cupyflash
 from cupyflash._attention.gpu import config as attention_config
@@ -370,3 +371,79 @@ def test_gradients_of_arrays_that_lie_anywhere(cupy, rng, form, mask):
     for found, expected in zip(grads(form)[:3], grads("plain")[:3], strict=True):
         largest = np.abs(wide(expected)).max()
         assert max_error(found, expected) <= 3e-3 * largest
+
+
+# --- groups as queries, in gradients -------------------------------------------------
+
+# Layout, shapes of q and k, options by words.
+GROUPED = [
+    ("bhsd", (2, 8, 1, 64), (2, 2, 70, 64), ""),
+    ("bshd", (2, 1, 8, 64), (2, 70, 2, 64), ""),
+    ("bhsd", (2, 6, 3, 64), (2, 2, 70, 64), ""),
+    ("bshd", (2, 3, 6, 64), (2, 70, 2, 64), ""),
+    ("bhsd", (2, 6, 1, 20), (2, 2, 300, 20), "softcap lengths"),
+    ("bhsd", (2, 6, 2, 64), (2, 2, 70, 64), "lengths mask"),
+    ("bshd", (2, 1, 6, 64), (2, 70, 2, 64), "causal mask"),
+    ("bhsd", (2, 6, 1, 64), (2, 2, 70, 64), "sinks"),
+    ("bhsd", (2, 6, 2, 64), (2, 2, 70, 64), "sinks"),
+    ("bhsd", (2, 6, 1, 64), (2, 2, 70, 64), "alibi"),
+    ("bhsd", (2, 6, 2, 64), (2, 2, 70, 64), "causal"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "q_shape", "k_shape", "kind"), GROUPED)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_gradients_of_groups(cupy, rng, dtype, layout, q_shape, k_shape, kind):
+    axis = 1 if layout == "bhsd" else 2
+    heads, queries = q_shape[axis], q_shape[3 - axis]
+    options = options_of(kind, rng, heads, queries, k_shape[3 - axis])
+    arrays = inputs(rng, dtype, q_shape, k_shape)
+    agree(cupy, *arrays, layout=layout, **options)
+    dlse = rng.normal(size=(2, heads, queries))
+    dlse = dlse.astype(np.float64 if dtype == "float64" else np.float32)
+    need = {"need_dsinks": False} if "sinks" in options else {}
+    agree(cupy, *arrays, layout=layout, dlse=dlse, **need, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(
+    "bias", ["heads 1", "heads queries", "queries", "1", "1 1", ""]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_of_the_bias_of_groups(cupy, rng, dtype, queries, bias):
+    """Of one for all heads or queries, of one for each, and of those between."""
+    sizes = {"heads": 6, "queries": queries, "1": 1}
+    own = [sizes[word] for word in bias.split()]
+    arrays = inputs(rng, dtype, (2, 6, queries, 64), (2, 2, 70, 64))
+    agree(cupy, *arrays, bias=rng.normal(size=(*own, 70)).astype(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["plain", "gaps", "swapped", "reversed"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_gradients_of_groups_in_any_memory(cupy, rng, queries, form):
+    arrays = inputs(rng, "float32", (2, 6, queries, 64), (2, 2, 70, 64))
+    agree(cupy, *arrays, forms=dict.fromkeys(("q", "k", "v", "dout", "out"), form))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_groups_are_queries_of_one_head(cupy, rng, dtype, queries):
+    """The same kernels, and the same bits."""
+    q, k, v, dout = (
+        place(cupy, x) for x in inputs(rng, dtype, (3, 8, queries, 64), (3, 2, 90, 64))
+    )
+    whole = cupyflash.attention(q, k, v, return_lse=True)
+    rows = (3, 2, 4 * queries)
+    of_rows = [x.reshape(*rows, *x.shape[3:]) for x in (dout, q, *whole)]
+    arrays = (dout, q, k, v, *whole), (*of_rows[:2], k, v, *of_rows[2:])
+    told = [cupyflash.explain("attention_vjp", *x) for x in arrays]
+    assert told[0].kernel == told[1].kernel
+    assert told[0].details["launches"] == told[1].details["launches"]
+    found = [cupyflash.attention_vjp(*x) for x in arrays]
+    assert found[0].dq.shape == q.shape
+    for a, b in zip(found[0][:3], found[1][:3], strict=True):
+        np.testing.assert_array_equal(to_host(a).ravel(), to_host(b).ravel())

@@ -236,15 +236,19 @@ _STEP_OF_KEYS = 64
 _LEAST_TILE = 32  # of keys, up to 128 columns
 
 
-def split_to_fill(problem, device, block_m, blocks_per_sm=4):
+def split_to_fill(
+    problem, device, block_m, blocks_per_sm=4, least=_LEAST_KEYS,
+    shortest=2 * _LEAST_KEYS,
+):  # fmt: skip
     """Split the keys if tiles of `block_m` queries do not fill the device.
 
-    With the split, each multiprocessor has `blocks_per_sm` blocks.
+    With the split, each multiprocessor has `blocks_per_sm` blocks; splits have `least`
+    keys or more. Fewer than `shortest` keys are not split.
     """
     wanted = device.num_sms * blocks_per_sm // max(1, num_tiles(problem, block_m))
-    if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
+    if most_seen(problem) < shortest or wanted < max(blocks_per_sm, 2):
         return SplitKV(1, problem.seqlen_k)
-    keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
+    keys = min(max(-(-problem.seqlen_k // wanted), least), LONG_SUM)
     # Splits of long sums are their first-level sums, combined without loss.
     if problem.seqlen_k > LONG_SUM and _is_exact(problem):
         keys = min(keys, RUN_TILES * _LEAST_TILE)

@@ -1,7 +1,7 @@
 """The kernel spec of float64 attention: tensor cores, and how it is launched."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import config as attention_config
@@ -13,6 +13,9 @@ from cupyflash._cuda.kernel import LaunchConfig
 
 # The most shared memory other than that of Tile.smem.
 _STATIC_SMEM = 1024
+
+# Keys of a split, and queries of a block, where the keys of few heads are split.
+_LEAST_OF_SPLIT, _SMALLER_ROWS = 64, 64
 
 # Queries of a warp: rows of a fragment.
 WARP_ROWS = 16
@@ -30,6 +33,7 @@ class Tile:
     min_blocks: int = 1  # blocks per multiprocessor; limits the registers of a thread
     only_plain: bool = False  # score options would need too many registers
     if_others_spill: bool = False  # instead of those with 3 buffers
+    if_held: bool = False  # where shared memory suffices for min_blocks
 
     @property
     def drifts(self) -> bool:
@@ -84,6 +88,12 @@ def _spills_drifting(problem: AttentionProblem, device: Device) -> bool:
     return device.arch == "sm_100" and is_crowded
 
 
+def _is_held(tile: Tile, dims: tuple[int, int], device: Device) -> bool:
+    """Whether a multiprocessor holds `min_blocks` of them."""
+    smem = tile.smem(*dims) + _STATIC_SMEM
+    return attention_config.holds_blocks(device, tile.min_blocks, smem)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorFloat64Kernel(ForwardSpec):
     """float64 tensor cores.
@@ -120,6 +130,7 @@ class TensorFloat64Kernel(ForwardSpec):
             and (drifts or not tile.drifts)
             and not (drifts and tile.if_others_spill)
             and not (tile.only_plain and attention_config.has_terms(problem))
+            and not (tile.if_held and not _is_held(tile, dims, device))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -142,7 +153,15 @@ class TensorFloat64Kernel(ForwardSpec):
         tile = attention_config.largest_full(tiles, problem.seqlen_q)
         # A single warp has more.
         blocks = tile.min_blocks if tile != tiles[-1] else 4
-        return attention_config.split_to_fill(problem, device, tile.block_m, blocks)
+        split = attention_config.split_to_fill(problem, device, tile.block_m, blocks)
+        # Smaller tiles of queries cost less than smaller splits, if they are enough.
+        block_m = min(tile.block_m, _SMALLER_ROWS)
+        num_blocks = split.num_splits * attention_config.num_tiles(problem, block_m)
+        if split.num_splits == 1 or 2 * num_blocks > device.num_sms:
+            return split
+        return attention_config.split_to_fill(
+            problem, device, tile.block_m, blocks, least=_LEAST_OF_SPLIT
+        )
 
     def config(self, tile, problem, batch_dims) -> LaunchConfig:
         dims = self._dims(problem)
@@ -189,10 +208,11 @@ TILED_F64 = TensorFloat64Kernel(
         128: (
             Tile(128, 32, 3),
             Tile(64, 32, 3),
-            Tile(32, 32, 3),
-            Tile(16, 32, 3),
             Tile(64, 32, 2, if_others_spill=True),
+            Tile(32, 32, 2, min_blocks=2, if_held=True),
+            Tile(32, 32, 3),
             Tile(32, 32, 2, if_others_spill=True),
+            Tile(16, 32, 3),
             Tile(16, 32, 2, if_others_spill=True),
         ),
         192: (
@@ -216,8 +236,15 @@ TILED_F64 = TensorFloat64Kernel(
 
 def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
     """Problems whose kernels differ; make(dtype, head_dim, **options) makes one."""
+    few = {"batch": (128,), "seqlen_q": 32}
     for head_dim in (64, 96, 128, 192, 256):
-        yield make("float64", head_dim), 1
-        yield make("float64", head_dim, key_lengths="int32", sinks="float64"), 1
-        yield make("float64", head_dim, bias="float64", mask="bool"), 1
-        yield make("float64", head_dim, softcap=30.0, alibi_slopes="float64"), 1
+        for options in (
+            {},
+            {"key_lengths": "int32", "sinks": "float64"},
+            {"bias": "float64", "mask": "bool"},
+            {"softcap": 30.0, "alibi_slopes": "float64"},
+        ):
+            asked = make("float64", head_dim, **options)
+            yield asked, 1
+            if 64 < head_dim <= 128:
+                yield replace(asked, **few), 1

@@ -110,6 +110,49 @@ def test_tiles_of_a_problem_sum_in_the_same_order(head_dim, terms):
     assert len({tile.block_n for tile in tiles}) == 1
 
 
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "heads", "seqlen_q", "blocks"),
+    [
+        ("sm_90a", 128, 264, 32, 2),
+        ("sm_90a", 96, 264, 17, 2),
+        ("sm_90a", 128, 263, 32, 1),  # not two for each multiprocessor
+        ("sm_90a", 128, 264, 16, 1),
+        ("sm_90a", 128, 264, 64, 1),
+        ("sm_100", 128, 1024, 32, 2),
+        ("sm_80", 128, 1024, 32, 1),  # has too little shared memory
+    ],
+)
+def test_two_blocks_of_few_queries(arch, head_dim, heads, seqlen_q, blocks):
+    asked = problem(head_dim, seqlen_q=seqlen_q, num_heads=heads, num_kv_heads=heads)
+    assert ROW.tile(asked, _device.device_of_arch(arch)).min_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "head_dim", "splits"),
+    [
+        (32, 32, 512, 256, (4, 128)),
+        (32, 32, 512, 128, (8, 64)),  # two blocks
+        (1, 512, 512, 256, (8, 64)),
+        (1, 512, 512, 128, (8, 64)),
+        (1, 32, 4096, 256, (64, 64)),
+        (1, 4096, 512, 256, (2, 256)),
+        (1, 512, 512, 64, (8, 64)),
+        (32, 32, 512, 64, (8, 64)),
+        (4, 512, 512, 256, (4, 128)),
+        (1, 1024, 1024, 128, (16, 64)),
+        (8, 512, 512, 128, (2, 256)),  # tiles of 64 queries are enough
+        (32, 512, 512, 256, (1, 512)),
+        (1, 32, 511, 128, (1, 511)),
+    ],
+)
+def test_splits_of_few_heads(heads, seqlen_q, seqlen_k, head_dim, splits):
+    asked = problem(
+        head_dim, seqlen_q=seqlen_q, seqlen_k=seqlen_k, num_heads=heads,
+        num_kv_heads=heads,
+    )  # fmt: skip
+    assert ROW.split_kv(asked, HOPPER)[:2] == splits
+
+
 # --- results -------------------------------------------------------------------------
 
 
@@ -165,6 +208,24 @@ def test_sizes(rng, seqlens, dims):
     q, k, v = normal(rng, *seqlens, *dims)
     check(q, k, v)
     check(q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_many_heads_of_few_queries(rng, head_dim):
+    """Two blocks for each multiprocessor."""
+    q, k, v = normal(rng, 21, 70, head_dim, heads=300)
+    check(q, k, v)
+    check(q, k, v, causal=True, query_offset=30)
+    v[0, 60, 3], k[1, 65, 0] = np.nan, np.inf
+    check(q, k, v, causal=True, query_offset=40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("heads", [1, 32])
+def test_splits_of_few_keys(rng, head_dim, heads):
+    check(*normal(rng, 32, 512, head_dim, heads=heads))
 
 
 @pytest.mark.gpu

@@ -82,6 +82,7 @@ _ATTENTION_SHAPES = {
     "": (200, 333, 64, 48),
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
+    "fewer queries": (20, 333, 64, 48),
     "few rows": (40, 60, 64, 48),
     "few keys": (300, 13, 64, 48),
     "short entries": (40, 33, 64, 48),  # many of them
@@ -110,8 +111,8 @@ _KINDS = {
         "longest rows", "a row that no card holds", "strided", "two axes",
     ),
     "attention": (
-        "plain", "few queries", "few keys", "short entries", "tiny entries",
-        "one query", "wider heads",
+        "plain", "few queries", "fewer queries", "few keys", "short entries",
+        "tiny entries", "one query", "wider heads",
     ),
     "attention_vjp": (
         "plain", "few queries", "few rows", "few keys", "short entries", "tiny entries",
@@ -228,6 +229,7 @@ _DTYPES_OF_KIND = dict.fromkeys(
     ("wider heads", "odd heads", "copied heads"), ("bfloat16",)
 ) | {
     "wide heads": ("bfloat16", "float64"),
+    "fewer queries": ("float32",),
     "few rows": ("float32",),
     "few keys": ("float32", "float64"),
 }

@@ -179,6 +179,7 @@ _BUILDERS = {
     "attention bfloat16": _attention("bfloat16", lambda n: (n, n + 40)),
     "attention of one query": _attention("float16", lambda n: (1, 2000 + n)),
     "attention float32": _attention("float32"),
+    "attention float32, few queries": _attention("float32", lambda n: (20, 500 + n)),
     "attention tf32": _attention("float32", precision="tf32"),
     "attention float64": _attention("float64"),
     "attention float32, many keys": _attention("float32", lambda n: (n, 2000 + n)),

@@ -50,7 +50,7 @@ _NOT_FINITE = ("hidden", "seen")
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _SHORT = ("short", "short options", "short odd", "few keys", "few keys odd")
 _TINY = ("tiny", "tiny options", "tiniest options", "tiny odd")
-_FEW = ("few queries", "few options")
+_FEW = ("few queries", "few rows", "few options", "few rows options")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT, *_TINY, *_FEW)
 # An option alone, or a function: hopper, hopper_wide and mma have kernels for those.
 _ALONE = ("alibi", "causal alibi", "mask function", "score function", "both functions")
@@ -59,7 +59,7 @@ _ALONE = ("alibi", "causal alibi", "mask function", "score function", "both func
 _WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
 # What stands in for the plain calls of a row: the first of these that it takes.
 _FIRST_KINDS = (
-    _PLAIN[:1], _WIDE[:2], _SHORT[:1], ("few keys",), _TINY[:1], _FEW[:1],
+    _PLAIN[:1], _WIDE[:2], _SHORT[:1], ("few keys",), _TINY[:1], _FEW[:1], _FEW[1:2],
 )  # fmt: skip
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"

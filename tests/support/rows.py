@@ -136,6 +136,9 @@ ATTENTION_SHAPES = {
     "short odd": ((140, 2, 33, 33), (140, 1, 17, 33), (140, 1, 17, 90)),
     # Few queries with keys of their own.
     "few queries": ((133, 2, 1, 64), (133, 2, 45, 64), (133, 2, 45, 64)),
+    # Few queries of many keys.
+    "few rows": ((2, 4, 30, 64), (2, 2, 300, 64), (2, 2, 300, 64)),
+    "few rows options": ((2, 4, 20, 64), (2, 2, 600, 64), (2, 2, 600, 48)),
     "few options": ((133, 2, 1, 32), (133, 2, 41, 32), (133, 2, 41, 48)),
     # Few keys of many queries: several blocks share a head of k.
     "few keys": ((67, 4, 150, 32), (67, 2, 15, 32), (67, 2, 15, 32)),
@@ -168,6 +171,8 @@ _DTYPES_OF_KIND = {
     "short options": ("bfloat16", "float32"),
     "short odd": ("float16", "float32"),
     "few queries": ("float16", "bfloat16", "float32"),
+    "few rows": ("float32", "tf32"),
+    "few rows options": ("float32",),
     "few options": ("bfloat16", "float32"),
     "few keys": ("float16", "bfloat16", "float32", "tf32", "float64"),
     "few keys options": ("bfloat16", "float32", "float64"),
@@ -456,7 +461,7 @@ def one_of_each_dtype(cases, dtypes=("bfloat16", "float32", "tf32", "float64")):
 
 def _is_new(row, case):
     """Whether "tf32" is another kernel than "float32"."""
-    return case.dtype != "tf32" or row.name in ("mma", "mma_short")
+    return case.dtype != "tf32" or row.name in ("mma", "mma_few", "mma_short")
 
 
 def reach(operation, name):

@@ -31,6 +31,7 @@ from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
 from cupyflash._attention.gpu.simt.gemv_forward import GemvKernel
 from cupyflash._attention.gpu.simt.gemv_forward_plan import gemv_steps
 from cupyflash._attention.gpu.simt.tiny_forward import TinyKernel
+from cupyflash._attention.gpu.sm80.few_forward import MmaFewKernel
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
 from cupyflash._attention.gpu.sm80.short_forward import MmaShortKernel
@@ -48,6 +49,7 @@ _plans = plan_cache.PlanCache()
 _STEPS = {
     HopperKernel: hopper_steps,
     FusedKernel: fused_steps,
+    MmaFewKernel: fused_steps,
     MmaKernel: mma_steps,
     GemvKernel: gemv_steps,
     MmaShortKernel: fused_steps,

@@ -132,6 +132,7 @@ def representative():
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
     yield from _few()
+    yield from _few_rows()
     yield from _short()
     yield from _tiny()
     yield from _wide()
@@ -180,6 +181,21 @@ def _few():
         yield replace(made_up(dtype, head_dim), **few), 1
         if head_dim == 64:
             yield replace(made_up(dtype, head_dim), **few, **_ALL_OPTIONS), 2
+
+
+def _few_rows():
+    """Few queries of many keys in float32."""
+    for head_dim in (64, 128, 192, 256):
+        for queries in (16, 32):
+            few = {"num_heads": 1024, "num_kv_heads": 1024, "seqlen_q": queries}
+            asked = replace(made_up("float32", head_dim), **few)
+            yield asked, 1
+            yield replace(asked, bias="float32", mask="bool"), 1
+            yield replace(asked, key_lengths="int32", right=0), 1
+            yield replace(asked, softcap=30.0, alibi_slopes="float32"), 1
+            yield replace(asked, **_ALL_OPTIONS), 2
+            yield replace(asked, precision="tf32"), 1
+        yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
 
 
 def _short():

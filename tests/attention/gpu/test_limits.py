@@ -266,6 +266,10 @@ FORWARD_PRODUCTS = {
         ("sm90/nonfinite_values.cuh: seqlen_q * kPack",
          lambda p, d: p.seqlen_q * HOPPER.pack(p)),
     ),
+    "mma_few": (
+        ("sm80/few_forward.cu: j0 + piece / kPieces * kBlockN + kDepthV",
+         lambda p, d: p.seqlen_k + 4 * 64),
+    ),
     "mma": (
         ("sm80/forward.cu: turn * gridDim.x + blockIdx.x", lambda p, d: 2 * p.seqlen_q),
         ("sm80/forward.cu: low + i0 + kBlockM",

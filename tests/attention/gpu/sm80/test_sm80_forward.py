@@ -101,8 +101,16 @@ def test_takes_large_head_dims_in_float32(arch, dims, options):
             "too little shared memory",
         ),
         # Of fewer heads keys are in parts.
-        (problem("float32", seqlen_q=63, num_heads=192), "sm_90a", "from 64 queries"),
-        (problem("float32", seqlen_q=31), "sm_90a", "from 64 queries and keys on"),
+        (
+            problem("float32", seqlen_q=63, num_heads=192, score="s * 2"),
+            "sm_90a",
+            "from 64 queries",
+        ),
+        (
+            problem("float32", seqlen_q=31, score="s * 2"),
+            "sm_90a",
+            "from 64 queries and keys on",
+        ),
         (
             problem("float32", seqlen_k=10, score="s * 2"),
             "sm_90a",

@@ -152,7 +152,7 @@ class TensorFloat64Kernel(ForwardSpec):
         tiles = self._tiles(problem, device)
         tile = attention_config.largest_full(tiles, problem.seqlen_q)
         # A single warp has more.
-        blocks = tile.min_blocks if tile != tiles[-1] else 4
+        blocks = tile.min_blocks if tile.block_m > WARP_ROWS else 4
         split = attention_config.split_to_fill(problem, device, tile.block_m, blocks)
         # Smaller tiles of queries cost less than smaller splits, if they are enough.
         block_m = min(tile.block_m, _SMALLER_ROWS)
@@ -212,6 +212,7 @@ TILED_F64 = TensorFloat64Kernel(
             Tile(32, 32, 2, min_blocks=2, if_held=True),
             Tile(32, 32, 3),
             Tile(32, 32, 2, if_others_spill=True),
+            Tile(16, 32, 2, min_blocks=2, if_held=True),
             Tile(16, 32, 3),
             Tile(16, 32, 2, if_others_spill=True),
         ),
@@ -236,7 +237,7 @@ TILED_F64 = TensorFloat64Kernel(
 
 def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
     """Problems whose kernels differ; make(dtype, head_dim, **options) makes one."""
-    few = {"batch": (128,), "seqlen_q": 32}
+    few = {"batch": (128,)}
     for head_dim in (64, 96, 128, 192, 256):
         for options in (
             {},
@@ -246,5 +247,5 @@ def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
         ):
             asked = make("float64", head_dim, **options)
             yield asked, 1
-            if 64 < head_dim <= 128:
-                yield replace(asked, **few), 1
+            for queries in (16, 32) if 64 < head_dim <= 128 else ():
+                yield replace(asked, seqlen_q=queries, **few), 1

@@ -116,7 +116,8 @@ def test_tiles_of_a_problem_sum_in_the_same_order(head_dim, terms):
         ("sm_90a", 128, 264, 32, 2),
         ("sm_90a", 96, 264, 17, 2),
         ("sm_90a", 128, 263, 32, 1),  # not two for each multiprocessor
-        ("sm_90a", 128, 264, 16, 1),
+        ("sm_90a", 128, 264, 16, 2),
+        ("sm_90a", 128, 264, 8, 1),  # half of a tile
         ("sm_90a", 128, 264, 64, 1),
         ("sm_100", 128, 1024, 32, 2),
         ("sm_80", 128, 1024, 32, 1),  # has too little shared memory
@@ -212,9 +213,10 @@ def test_sizes(rng, seqlens, dims):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [96, 128])
-def test_many_heads_of_few_queries(rng, head_dim):
+@pytest.mark.parametrize("seqlen_q", [13, 21])
+def test_many_heads_of_few_queries(rng, seqlen_q, head_dim):
     """Two blocks for each multiprocessor."""
-    q, k, v = normal(rng, 21, 70, head_dim, heads=300)
+    q, k, v = normal(rng, seqlen_q, 70, head_dim, heads=300)
     check(q, k, v)
     check(q, k, v, causal=True, query_offset=30)
     v[0, 60, 3], k[1, 65, 0] = np.nan, np.inf

@@ -73,10 +73,11 @@ class ShortFloat64VjpKernel(BackwardSpec):
     """float64 tensor cores: a block has all keys of an entry, and goes over queries.
 
     `teams` maps keys and head dimensions, as they are compiled, to what fits from large
-    to small.
+    to small; `of_few` to the most queries for which other warps are faster, and these.
     """
 
     teams: dict[tuple[int, int], tuple[Team, ...]]
+    of_few: dict[tuple[int, int], tuple[int, Team]]
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
@@ -123,6 +124,10 @@ class ShortFloat64VjpKernel(BackwardSpec):
     def team(self, forward: AttentionProblem, device: Device, summed: int) -> Team:
         """The warps of a block: no more than the tiles of its `summed` entries keep."""
         team = self.fitting(forward, device)[0]
+        size = self.keys(forward), self.dim(forward)
+        most, other = self.of_few.get(size, (0, team))
+        if summed * forward.seqlen_q <= most:
+            team = other
         units = summed * -(-forward.seqlen_q // team.block_m)
         while team.teams % 2 == 0 and team.teams // 2 >= units:
             half, blocks = team.warps // 2, 2 * team.min_blocks
@@ -199,4 +204,6 @@ SHORT_F64_VJP = ShortFloat64VjpKernel(
         (16, 256): (WideTeam(8, 4), WideTeam(4, 4)),
         (32, 256): (WideTeam(8, 8),),
     },
+    # Tiles of 64 queries would be padding, mostly.
+    of_few={(32, 128): (48, WideTeam(8, 8))},
 )

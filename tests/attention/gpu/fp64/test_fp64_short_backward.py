@@ -87,7 +87,26 @@ def test_a_block_has_no_more_warps_than_tiles(arch):
             assert team.warps % team.team == 0
             units = -(-queries // team.block_m)
             assert team.teams < 2 * units or team.teams % 2 == 1
-            assert team.warps <= max(t.warps for t in teams)
+            others = [ROW.of_few[keys, dim][1]] if (keys, dim) in ROW.of_few else []
+            assert team.warps <= max(t.warps for t in (*teams, *others))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_few_queries_have_small_tiles(arch):
+    """Of heads of 97 to 128 columns, and of no more shared memory than the others."""
+    device = _device.device_of_arch(arch)
+
+    def tile(queries, summed=1, head_dim=128, keys=32):
+        forward = problem(head_dim, keys, seqlen_q=queries).forward
+        team = ROW.team(forward, device, summed)
+        assert team.smem(32, 128) <= ROW.teams[32, 128][0].smem(32, 128)
+        return team.block_m
+
+    assert {tile(n) for n in (1, 16, 33, 48)} == {tile(16, 3)} == {16}
+    assert {tile(n) for n in (49, 64, 4096)} == {tile(16, 4)} == {64}
+    assert tile(48, head_dim=100, keys=17) == 16
+    assert tile(48, head_dim=128, keys=16) == 32
+    assert tile(16, head_dim=96) == 64
 
 
 def test_blocks_share_queries_where_multiprocessors_are_idle():
@@ -150,7 +169,7 @@ def test_options(cupy, rng, name, seqlens, dims):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seqlens", [(70, 20), (700, 11)])
+@pytest.mark.parametrize("seqlens", [(20, 30), (70, 20), (700, 11)])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_all_options(cupy, rng, seqlens, head_dim):
     queries, keys = seqlens
@@ -249,7 +268,7 @@ def test_values_that_are_not_finite(cupy, rng, seqlens, dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-@pytest.mark.parametrize("seqlens", [(150, 20), (40, 1), (500, 16)])
+@pytest.mark.parametrize("seqlens", [(30, 20), (150, 20), (40, 1), (500, 16)])
 def test_the_same_bits_in_every_run(cupy, rng, head_dim, seqlens):
     """Whatever the other heads, unless blocks share queries."""
     q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, head_dim))

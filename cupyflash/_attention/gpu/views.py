@@ -13,9 +13,11 @@ import cupy
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 
-# The most queries of a head that become rows beside those of other heads. Several would
-# be one axis with the heads only in memory without gaps.
-_MOST_PACKED = 1
+# The most queries of a head that become rows beside those of other heads: they are one
+# axis with the heads only in memory without gaps.
+_MOST_PACKED = 32
+# The most rows of several queries in float32, forward: more are faster by heads.
+_MOST_FLOAT32_ROWS = 16
 
 
 def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
@@ -27,8 +29,14 @@ def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any
     arrays = {name: getattr(operands, name) for name in _OF_QUERIES}
     if not _can_pack(problem, arrays.values(), operands.sinks):
         return problem, operands
-    if problem.seqlen_q > 1 and problem.layout != "bhsd":
-        return problem, operands  # of `out`, which is new
+    if problem.seqlen_q > 1:
+        if problem.layout != "bhsd":
+            return problem, operands  # of `out`, which is new
+        rows = problem.group_size * problem.seqlen_q
+        is_float32 = problem.dtype == "float32"
+        is_tf32 = is_float32 and problem.precision == "tf32"
+        if is_tf32 or (is_float32 and rows > _MOST_FLOAT32_ROWS):
+            return problem, operands
     packed = {name: _packed(x, problem) for name, x in arrays.items()}
     if operands.sinks is not None:
         packed["sinks"] = _packed_sinks(operands.sinks, problem)

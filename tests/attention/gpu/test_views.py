@@ -375,7 +375,8 @@ def test_gradients_of_arrays_that_lie_anywhere(cupy, rng, form, mask):
 
 # --- groups as queries, in gradients -------------------------------------------------
 
-# Layout, shapes of q and k, options by words.
+# Layout, shapes of q and k, options by words. Without positions, heads and queries of a
+# group are rows of one head; of several queries where the heads lie next to each other.
 GROUPED = [
     ("bhsd", (2, 8, 1, 64), (2, 2, 70, 64), ""),
     ("bshd", (2, 1, 8, 64), (2, 70, 2, 64), ""),
@@ -429,7 +430,7 @@ def test_gradients_of_groups_in_any_memory(cupy, rng, queries, form):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("queries", [1])
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_groups_are_queries_of_one_head(cupy, rng, dtype, queries):
     """The same kernels, and the same bits."""

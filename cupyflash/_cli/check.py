@@ -84,6 +84,7 @@ _ATTENTION_SHAPES = {
     "few queries": (40, 333, 64, 48),
     "fewer queries": (20, 333, 64, 48),
     "few rows": (40, 60, 64, 48),
+    "several queries": (6, 333, 64, 48),
     "few keys": (300, 13, 64, 48),
     "short entries": (40, 33, 64, 48),  # many of them
     "tiny entries": (4, 4, 8, 8),
@@ -115,14 +116,16 @@ _KINDS = {
         "tiny entries", "one query", "wider heads",
     ),
     "attention_vjp": (
-        "plain", "few queries", "few rows", "few keys", "short entries", "tiny entries",
-        "one query", "wide heads", "odd heads", "copied heads",
+        "plain", "few queries", "few rows", "several queries", "few keys",
+        "short entries", "tiny entries", "one query", "wide heads", "odd heads",
+        "copied heads",
     ),
 }  # fmt: skip
 
 # (batch, heads of k) where there are more heads than a GPU has multiprocessors: kernels
 # of short entries take no fewer.
 _ENTRIES_OF_KIND = {
+    "several queries": (2, 4),
     "short entries": (128, 2),
     "tiny entries": (512, 4),
     "one query": (128, 4),
@@ -231,6 +234,7 @@ _DTYPES_OF_KIND = dict.fromkeys(
     "wide heads": ("bfloat16", "float64"),
     "fewer queries": ("float32",),
     "few rows": ("float32",),
+    "several queries": ("float64",),
     "few keys": ("float32", "float64"),
 }
 

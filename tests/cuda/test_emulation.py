@@ -40,6 +40,7 @@ ROWS = [
     ("sm_80", "attention/tiled_f64", "odd parts", "float64"),
     ("sm_80", "attention/short_f64", "few keys odd", "float64"),
     ("sm_80", "attention_vjp/short_f64", "few keys odd", "float64"),
+    ("sm_80", "attention_vjp/few_f64", "several queries", "float64"),
     ("sm_80", "attention_vjp/sections_f64", "wide heads", "float64"),
     ("sm_90a", "attention/hopper", "odd parts", "float16"),
     ("sm_90a", "softmax/tiled", "shortest rows", "bfloat16"),

@@ -51,7 +51,8 @@ _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _SHORT = ("short", "short options", "short odd", "few keys", "few keys odd")
 _TINY = ("tiny", "tiny options", "tiniest options", "tiny odd")
 _FEW = ("few queries", "few rows", "few options", "few rows options")
-_KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT, *_TINY, *_FEW)
+_SEVERAL = ("several queries", "several options")
+_KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT, *_TINY, *_FEW, *_SEVERAL)
 # An option alone, or a function: hopper, hopper_wide and mma have kernels for those.
 _ALONE = ("alibi", "causal alibi", "mask function", "score function", "both functions")
 # q, k and v of such calls of a row that takes plain ones: with as many columns as
@@ -60,6 +61,7 @@ _WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
 # What stands in for the plain calls of a row: the first of these that it takes.
 _FIRST_KINDS = (
     _PLAIN[:1], _WIDE[:2], _SHORT[:1], ("few keys",), _TINY[:1], _FEW[:1], _FEW[1:2],
+    _SEVERAL[:1],
 )  # fmt: skip
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
@@ -102,7 +104,7 @@ def cases_of(group):
     plain = next((cases for cases in by_kind if cases), [])
     kinds = _PLAIN[1:]
     if plain and plain[0].kind != "plain":
-        kinds = (*kinds, *_WIDE[2:], *_SHORT[1:], *_TINY[1:], *_FEW[1:])
+        kinds = (*kinds, *_WIDE[2:], *_SHORT[1:], *_TINY[1:], *_FEW[1:], *_SEVERAL[1:])
     kept = [c for c in plain if c.dtype in ("bfloat16", "float32", "float64")]
     more = [next((c for c in found if c.kind == k), None) for k in kinds]
     kept = (kept or plain)[:2]

@@ -140,6 +140,9 @@ ATTENTION_SHAPES = {
     "few rows": ((2, 4, 30, 64), (2, 2, 300, 64), (2, 2, 300, 64)),
     "few rows options": ((2, 4, 20, 64), (2, 2, 600, 64), (2, 2, 600, 48)),
     "few options": ((133, 2, 1, 32), (133, 2, 41, 32), (133, 2, 41, 48)),
+    # Several queries with keys of their own, which blocks share, and do not.
+    "several queries": ((3, 4, 6, 64), (3, 4, 333, 64), (3, 4, 333, 64)),
+    "several options": ((9, 2, 7, 32), (9, 2, 71, 32), (9, 2, 71, 48)),
     # Few keys of many queries: several blocks share a head of k.
     "few keys": ((67, 4, 150, 32), (67, 2, 15, 32), (67, 2, 15, 32)),
     "few keys options": ((67, 4, 140, 64), (67, 2, 7, 64), (67, 2, 7, 64)),
@@ -195,6 +198,8 @@ _VJP_DTYPES_OF_KIND = {
     "short odd": ("float16", "float32"),
     "few queries": ("float16", "bfloat16", "float32", "float64"),
     "few options": ("bfloat16", "float32", "float64"),
+    "several queries": ("float64",),
+    "several options": ("float64",),
     "few keys": ("float16", "bfloat16", "float32", "float64"),
     "few keys options": ("bfloat16", "float32", "float64"),
     "few keys odd": ("float16", "float32", "float64"),
@@ -270,8 +275,8 @@ def options_of(kind, shapes, rng, dtype, naive=False):
 def makes_gradients(kind):
     """Whether gradients of options are asked for, which not all rows make."""
     return kind not in (
-        "short options", "few options", "few keys options", "tiny options",
-        "tiniest options",
+        "short options", "few options", "several options", "few keys options",
+        "tiny options", "tiniest options",
     )  # fmt: skip
 
 

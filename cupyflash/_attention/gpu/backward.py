@@ -15,6 +15,8 @@ from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.config import AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
+from cupyflash._attention.gpu.fp64.few_backward import FewFloat64VjpKernel
+from cupyflash._attention.gpu.fp64.few_backward_plan import few_float64_steps
 from cupyflash._attention.gpu.fp64.sections_backward import SectionsFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.sections_backward_plan import sections_float64_steps
 from cupyflash._attention.gpu.fp64.short_backward import ShortFloat64VjpKernel
@@ -62,6 +64,7 @@ _STEPS = {
     TinyVjpKernel: tiny_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,
     ShortFloat64VjpKernel: short_float64_steps,
+    FewFloat64VjpKernel: few_float64_steps,
     SectionsFloat64VjpKernel: sections_float64_steps,
     TensorFloat64VjpKernel: tensor_float64_steps,
     VjpKernel: portable_steps,

@@ -1,6 +1,7 @@
 """The table of gradient kernels of attention, best first."""
 
 from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP
+from cupyflash._attention.gpu.fp64.few_backward import FEW_F64_VJP
 from cupyflash._attention.gpu.fp64.sections_backward import SECTIONS_F64_VJP
 from cupyflash._attention.gpu.fp64.short_backward import SHORT_F64_VJP
 from cupyflash._attention.gpu.simt.backward import TILED_VJP
@@ -13,6 +14,7 @@ from cupyflash._attention.gpu.sm90.backward import HOPPER_VJP
 from cupyflash._attention.gpu.sm90.backward_wide import HOPPER_WIDE_VJP
 
 ATTENTION_VJP_KERNELS = (  # best first
+    FEW_F64_VJP,
     GEMV_VJP,
     TINY_VJP,
     MMA_SHORT_VJP,

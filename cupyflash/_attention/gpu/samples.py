@@ -133,6 +133,7 @@ def representative():
     yield from _bounded()
     yield from _few()
     yield from _few_rows()
+    yield from _several()
     yield from _short()
     yield from _tiny()
     yield from _wide()
@@ -196,6 +197,20 @@ def _few_rows():
             yield replace(asked, **_ALL_OPTIONS), 2
             yield replace(asked, precision="tf32"), 1
         yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
+
+
+def _several():
+    """Several float64 queries with keys of their own, which blocks share if few."""
+    for head_dim, queries, heads in itertools.product(
+        (32, 64, 96, 128, 192, 256), (8, 16), (4096, 100)
+    ):
+        several = {"num_heads": heads, "num_kv_heads": heads, "seqlen_q": queries}
+        asked = replace(made_up("float64", head_dim), **several)
+        yield asked, 1
+        yield replace(asked, bias="float64", mask="bool"), 1
+        yield replace(asked, key_lengths="int32", right=0), 1
+        yield replace(asked, softcap=30.0, alibi_slopes="float64"), 1
+        yield replace(asked, **_ALL_OPTIONS), 2
 
 
 def _short():

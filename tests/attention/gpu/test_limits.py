@@ -359,6 +359,10 @@ VJP_PRODUCTS = {
         ("fp64/short_backward_wide.cu: unit * kWarpRows",
          lambda p: attention_config.num_heads(p) * (p.seqlen_q + 16)),
     ),
+    "few_f64": (
+        ("fp64/few_backward.cuh: tile * kKeys", lambda p: p.seqlen_k + 9 * 16),
+        ("fp64/few_backward.cu: queries * kDim", lambda p: p.seqlen_q * 256),
+    ),
     "sections_f64": (
         ("fp64/products.cuh: (step + kStages) * kStep",
          lambda p: max(p.seqlen_q, p.seqlen_k) + 5 * 16),

@@ -48,7 +48,9 @@ _PLAIN = (
 _NOT_FINITE = ("hidden", "seen")
 # Of rows that take no plain ones.
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
-_SHORT = ("short", "short options", "short odd", "few keys", "few keys odd")
+_SHORT = (
+    "short", "short options", "short odd", "few keys", "few keys odd", "few keys wide",
+)  # fmt: skip
 _TINY = ("tiny", "tiny options", "tiniest options", "tiny odd")
 _FEW = ("few queries", "few rows", "few options", "few rows options")
 _SEVERAL = ("several queries", "several options")

@@ -56,7 +56,10 @@ _FEW = ("few queries", "few rows", "few options", "few rows options")
 _SEVERAL = ("several queries", "several options")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT, *_TINY, *_FEW, *_SEVERAL)
 # An option alone, or a function: hopper, hopper_wide and mma have kernels for those.
-_ALONE = ("alibi", "causal alibi", "mask function", "score function", "both functions")
+_ALONE = (
+    *("alibi", "causal alibi", "mask array"),
+    *("mask function", "score function", "both functions"),
+)
 # q, k and v of such calls of a row that takes plain ones: with as many columns as
 # gradients of hopper have kernels for them.
 _WIDER = ((2, 4, 130, 128), (2, 2, 200, 128), (2, 2, 200, 128))
@@ -136,6 +139,9 @@ class Alone:
 
         if self.option == "any order":
             return {}
+        if self.option == "mask array":
+            (*_, queries, _), (*_, keys, _), _ = self.shapes
+            return {"mask": np.random.default_rng(0).random((queries, keys)) < 0.7}
         if self.option.endswith("alibi"):
             _, heads, _, _ = self.shapes[0]
             slopes = np.arange(heads, dtype=np.float32) / 50

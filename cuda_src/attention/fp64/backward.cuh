@@ -14,6 +14,8 @@
 // Where few blocks have long loops, several share one (loop_splits.cuh). Sums of splits
 // are (splits, entries, rows, columns).
 //
+// A mask array comes as bits (MASK_BITS), those of a tile through shared memory.
+//
 // Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once per entry
 //         other     2 x kBlockN x kDim   the rows looped over; the first half of the
 //                                        columns of a tile loads while the second half
@@ -24,6 +26,7 @@
 #include "attention/fp64/backward_row.cuh"
 #include "attention/fp64/tile.cuh"
 #include "attention/fp64/weights.cuh"
+#include "attention/score/mask_bits.cuh"
 #include "attention/simt/gradients.cuh"
 #include "attention/simt/long_sums.cuh"
 #include "attention/simt/loop_splits.cuh"
@@ -42,10 +45,17 @@ constexpr int kBlockM = kNumPairs * kWarpRows;
 constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows looped over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
-constexpr int kHalf = kDim / 2;        // columns per copy
-constexpr int kPartChunks = kChunks / 2;
 constexpr int kAhead = 1;  // fragments are loaded this many products ahead; 2 spill
-static_assert(kDim % 32 == 0 && kBlockN % 16 == 0 && kNumPairs <= 8);
+static_assert(kDim % 16 == 0 && kDim >= 32 && kBlockN % 16 == 0 && kNumPairs <= 8);
+
+// Columns are copied, and used, in two parts; the first is not the shorter one.
+template <int kPart> constexpr int kFirstChunk = kPart == 0 ? 0 : (kChunks + 1) / 2;
+template <int kPart>
+constexpr int kPartChunks = kPart == 0 ? kFirstChunk<1> : kChunks - kFirstChunk<1>;
+
+// The mask comes as bits; scores know nothing of it.
+constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
+static_assert(!kMaskBits || !kTerms);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
 constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;
@@ -109,17 +119,17 @@ __device__ __forceinline__ double& weight_at(weights_t<kSteps>& w, int n, int e)
   return w[n / 2][e / 2][n % 2 * 2 + e % 2];
 }
 
-// c += own other^T over half kPart of the columns. Each product is enclosed by two
+// c += own other^T over part kPart of the columns. Each product is enclosed by two
 // holds, together with the loads for later ones; `count` is any number >= 0.
 template <int kPart> __device__ __forceinline__ void dot(product_t& c, int count) {
   const thread_t me;
   const double* const own =
-      own_of(me) + kPart * kPartChunks * kStepSize + me.lane() * kVec;
+      own_of(me) + kFirstChunk<kPart> * kStepSize + me.lane() * kVec;
   const double* const other =
-      shared_other() + me.role() * kOtherSize + kPart * kPartChunks * 16;
+      shared_other() + me.role() * kOtherSize + kFirstChunk<kPart> * 16;
   const double* const other_lane[2] = {other + place<kDim>(me.g(), me.t()),
                                        other + place<kDim>(me.g(), 4 + me.t())};
-  constexpr int kProducts = kTiles * kPartChunks;
+  constexpr int kProducts = kTiles * kPartChunks<kPart>;
   double a[2][8], b[kAhead + 1][4];
   const auto load_a = [&](int step) {
 #pragma unroll
@@ -148,12 +158,12 @@ template <int kPart> __device__ __forceinline__ void dot(product_t& c, int count
     if (i + kAhead < kProducts) load_b(i + kAhead);
     // Not before the first product of a step: the previous product may still be reading
     // these registers.
-    if (n == 1 && step + 1 < kPartChunks) load_a(step + 1);
+    if (n == 1 && step + 1 < kPartChunks<kPart>) load_a(step + 1);
     add_product(c[n], a[step % 2], b[i % (kAhead + 1)]);
   }
 }
 
-// sums += w other in half kPart of the columns, over 16 kSteps rows of shared memory
+// sums += w other in part kPart of the columns, over 16 kSteps rows of shared memory
 // from `other` on. The products of a tile are summed on their own first.
 template <int kPart, int kSteps>
 __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>& w,
@@ -162,12 +172,12 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>
   const double* other_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    other_lane[e] = shared_other() + other + kPart * kPartChunks * 16 +
+    other_lane[e] = shared_other() + other + kFirstChunk<kPart> * 16 +
                     place<kDim>(2 * me.t() + e, me.g());
   }
   // Two products per fragment, which is loaded one ahead. A sum is added two products
   // later: it is complete by then, and nothing waits for it.
-  constexpr int kFragments = kSteps * kPartChunks, kProducts = 2 * kFragments;
+  constexpr int kFragments = kSteps * kPartChunks<kPart>, kProducts = 2 * kFragments;
   constexpr int kDelay = 3;
   double a[2][8], sum[2][2][4];
   const auto load = [&](int fragment) {
@@ -186,7 +196,7 @@ __device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>
     const int done = i - kDelay;
     if (done >= 0 && done / 2 % kSteps == kSteps - 1) {
       const int c = done / 2 / kSteps, h = done % 2;
-      double (&total)[4] = sums[kPart * kPartChunks + c][h];
+      double (&total)[4] = sums[kFirstChunk<kPart> + c][h];
       ptx::hold(count, 2 * i);
 #pragma unroll
       for (int n = 0; n < 4; ++n) total[n] += sum[c % 2][h][n];
@@ -246,25 +256,54 @@ struct walk_t {
   }
 };
 
-// Loads half kPart of the columns of both tiles of rows from `first` on, zero-padded.
+// Bits of a mask of kQueries queries and a tile of keys, in shared memory.
+template <int kQueries> struct mask_tile_t {
+  const uint4* rows;  // of the first query, from the first tile of keys on
+  index_t stride;
+  uint4 words[kQueries];
+
+  __device__ __forceinline__ void begin(const mask_bits_t& bits, const tile_coord_t& at,
+                                        index_t i0, index_t j0) {
+    stride = bits.steps.row;
+    rows = at.at(bits.tiles, bits.steps) + i0 * stride + j0 / kKeysOfBits;
+  }
+  // Starts copies for queries from `first` of `rows` on, in a tile of keys.
+  __device__ __forceinline__ void fetch(int first, int num_rows, index_t tile) {
+    unsigned n = threadIdx.x;
+    // Recompute addresses, rather than keep them in registers.
+    ptx::launder(n);
+    if (n >= kQueries) return;
+    const int row = first + n;
+    ptx::copy_or_fill<16>(static_cast<unsigned>(__cvta_generic_to_shared(words + n)),
+                          rows + row * stride + tile, row < num_rows ? 16 : 0);
+  }
+  // The bits of keys `key`, `key` + 1, 8 and 9 further on, and so on; `key` is even.
+  __device__ __forceinline__ unsigned from(int query, int key) const {
+    return reinterpret_cast<const unsigned*>(words)[4 * query + key % 8 / 2] >>
+           key % kKeysOfBits / 8 * 2;
+  }
+};
+
+// Loads part kPart of the columns of both tiles of rows from `first` on, zero-padded.
 template <int kPart>
 __device__ __forceinline__ void fetch(const walk_t& block, int first) {
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
     const rows_t& rows = block.rows[n];
-    copy_rows<kBlockN, kDim, kHalf>(shared_other() + n * kOtherSize + kPart * kHalf,
-                                    rows.x + first * rows.stride + kPart * kHalf,
-                                    rows.stride, block.num_rows - first,
-                                    rows.dim - kPart * kHalf);
+    constexpr int kFirst = 16 * kFirstChunk<kPart>;
+    copy_rows<kBlockN, kDim, 16 * kPartChunks<kPart>>(
+        shared_other() + n * kOtherSize + kFirst, rows.x + first * rows.stride + kFirst,
+        rows.stride, block.num_rows - first, rows.dim - kFirst);
   }
 }
 
 // Zeroes the nonfinite numbers of a tile and notes their rows.
 template <int kPart> __device__ __forceinline__ void clean(walk_t& block, int tile) {
+  constexpr int kCols = 16 * kPartChunks<kPart>;
 #pragma unroll 1
-  for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
-    const int row = n / kHalf % kBlockN;
-    double& x = shared_other()[n / kHalf * kDim + kPart * kHalf + n % kHalf];
+  for (int n = threadIdx.x; n < 2 * kBlockN * kCols; n += kNumThreads) {
+    const int row = n / kCols % kBlockN;
+    double& x = shared_other()[n / kCols * kDim + 16 * kFirstChunk<kPart> + n % kCols];
     if (is_finite(x)) continue;
     x = 0;
     block.odd_other[row] = tile;

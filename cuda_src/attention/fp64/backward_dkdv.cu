@@ -33,9 +33,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         LOOP_PARAMETERS grad_t* dk,          // as k, summed over entries
         grad_t* dv,                          // as v, summed over entries
         int* __restrict__ found,             // 1: something is not finite
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+        MASK_BITS_PARAMETER SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
   [[maybe_unused]] __shared__ index_t split;  // of the loop
+  [[maybe_unused]] __shared__ mask_tile_t<kBlockN> mask_tile;
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;
   const index_t work = work_index(num_splits);
@@ -77,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.factor_rows = factor + row;
       block.delta_rows = delta + row;
       block.first = first;
+      if constexpr (kMaskBits) mask_tile.begin(MASK_BITS_ARGUMENT, at, first, j0);
       if (kTerms) block.keep(scores);
     }
     {
@@ -94,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     sums_t sums;
     const auto fetch_row = [&](int tile) {
+      if constexpr (kMaskBits) mask_tile.fetch(tile * kBlockN, block.num_rows, 0);
       const int n = threadIdx.x, i = tile * kBlockN + n;
       if (n >= kBlockN) return;
       const int bytes = i < block.num_rows ? 8 : 0;
@@ -116,6 +119,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const mask_bounds_t bounds = bounds_of(tile);
         const index_t i0 = block.first + tile * kBlockN,
                       j = block.own_first + me.first_row();
+        unsigned shown = 0;  // by the mask; a bit for each number of c
+        if constexpr (kMaskBits) {
+          const int key = static_cast<int>(j) % kKeysOfBits + me.g();
+#pragma unroll
+          for (int n = 0; n < 2 * kTiles; ++n) {
+            const int query = n / 2 * 8 + 2 * me.t() + n % 2;
+            // Keys g and g + 8.
+            const unsigned of_two = mask_tile.from(query, key) >> key % 2 & 5;
+            shown |= of_two << (n / 2 * 4 + n % 2);
+          }
+        }
         const auto make = [&](auto check) {
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
@@ -132,10 +146,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                 // of this one, and run out of registers.
                 if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
                 double derivative;
+                const bool sees = bounds.sees(query, key) &&
+                                  (!kMaskBits || shown >> (4 * n + 2 * h + e) & 1);
                 double p = weight_of<check.value>(
-                    c[n][2 * h + e], bounds.sees(query, key), exp2, block.scores(),
-                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
-                    derivative);
+                    c[n][2 * h + e], sees, exp2, block.scores(), params.scale,
+                    i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y, derivative);
                 p *= e == 0 ? factor_of.x : factor_of.y;
                 if (check.value && block.is_exact && !is_unseen(p) &&
                     (block.odd_own[me.first_row() + key] ||
@@ -151,7 +166,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
           }
         };
-        if (!kTerms && !block.is_exact && bounds.sees_all(kBlockN, kWarpRows)) {
+        if (!kTerms && !kMaskBits && !block.is_exact &&
+            bounds.sees_all(kBlockN, kWarpRows)) {
           make(flag_t<false>{});
         } else {
           make(flag_t<true>{});

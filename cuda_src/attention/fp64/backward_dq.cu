@@ -33,9 +33,10 @@ __device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int til
 }
 
 // Turns the products of a tile into dS of half of its keys; adds the sums of P to l.
-__device__ __forceinline__ void weigh(block_t& block, const params_t& params,
-                                      int* found, int tile, product_t& c,
-                                      weights_t<kStepsEach>& w,
+__device__ __forceinline__ void weigh(block_t& block,
+                                      const mask_tile_t<kBlockM>& mask_tile,
+                                      const params_t& params, int* found, int tile,
+                                      product_t& c, weights_t<kStepsEach>& w,
                                       pair_t<double> (&l)[2]) {
   const thread_t me;
   double* const exchange_lane = exchange_of(me);
@@ -71,6 +72,14 @@ __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
   const mask_bounds_t bounds = moved(bounds_of(block, tile), 0, start);
   const index_t i = block.own_first + me.first_row(),
                 j = block.first + tile * kBlockN + start;
+  unsigned shown[2] = {};  // by rows g and g + 8, of keys 8 n + 2 t + e in bit 2 n + e
+  if constexpr (kMaskBits) {
+    const int key = static_cast<int>(j % kKeysOfBits) + 2 * me.t();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      shown[r] = mask_tile.from(me.first_row() + me.g() + 8 * r, key);
+    }
+  }
   double tile_l[2] = {};
   const auto make = [&](auto check) {
 #pragma unroll
@@ -81,9 +90,11 @@ __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
         const double s = me.role() == 0 ? mine[n][e] : theirs[n][e];
         const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
         double derivative;
+        const bool sees = bounds.sees(query, key) &&
+                          (!kMaskBits || shown[e / 2] >> (2 * n + e % 2) & 1);
         const double p = weight_of<check.value>(
-            s, bounds.sees(query, key), exp2, block.scores(), params.scale, i + query,
-            j + key, block.lse[me.first_row() + query], derivative);
+            s, sees, exp2, block.scores(), params.scale, i + query, j + key,
+            block.lse[me.first_row() + query], derivative);
         tile_l[e / 2] += p;
         double ds = p * (dp - block.delta[me.first_row() + query]);
         if (kHasDerivative) ds *= derivative;
@@ -98,7 +109,8 @@ __device__ __forceinline__ void weigh(block_t& block, const params_t& params,
       }
     }
   };
-  if (!kTerms && !block.is_exact && bounds.sees_all(kWarpRows, kBlockN / 2)) {
+  if (!kTerms && !kMaskBits && !block.is_exact &&
+      bounds.sees_all(kWarpRows, kBlockN / 2)) {
     make(flag_t<false>{});
   } else {
     make(flag_t<true>{});
@@ -178,9 +190,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         accum_t* __restrict__ sink_terms,  // as delta, or null
         LOOP_PARAMETERS grad_t* dq,        // as q, summed over entries
         int* __restrict__ found,           // 1: something is not finite
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+        MASK_BITS_PARAMETER SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
   [[maybe_unused]] __shared__ index_t split;  // of the loop
+  [[maybe_unused]] __shared__ mask_tile_t<kBlockM> mask_tile;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t work = work_index(num_splits);
@@ -215,6 +228,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.num_rows = last > first ? static_cast<int>(last - first) : 0;
       block.bounds = scores.mask_bounds(i0, first);
       block.first = first;
+      if constexpr (kMaskBits) mask_tile.begin(MASK_BITS_ARGUMENT, at, i0, 0);
       if (kTerms) block.keep(scores);
     }
     if (threadIdx.x < kBlockM) {
@@ -241,12 +255,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       clear(sums);
       l[0] = l[1] = {0, 0};
       walk<kStepsEach>(
-          sums, block, [](int) {},
+          sums, block,
+          [&](int tile) {
+            if constexpr (kMaskBits) {
+              const index_t num = params.seqlen_q - block.own_first;
+              mask_tile.fetch(0, static_cast<int>(smaller(num, kBlockM)),
+                              (block.first + tile * kBlockN) / kKeysOfBits);
+            }
+          },
           [&](int tile) {
             return sees_any(bounds_of(block, tile), kWarpRows, kBlockN);
           },
           [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
-            weigh(block, params, found, tile, c, w, l);
+            weigh(block, mask_tile, params, found, tile, c, w, l);
           });
     } while (walks_again(block, sums, found));
 

@@ -30,6 +30,7 @@
 // what it needs of p as the second operand, and reads two adjacent columns of v, 16
 // bytes, for the first (tile.cuh tells which slots they are).
 #include "attention/simt/long_sums.cuh"
+#include "attention/score/mask_bits.cuh"
 #include "attention/score/score.cuh"
 #include "attention/fp64/tile.cuh"
 #include "common/exp2_f64.cuh"
@@ -59,11 +60,16 @@ constexpr int kMinBlocks = MIN_BLOCKS;  // blocks per multiprocessor; limits reg
 // applied in the exponential.
 constexpr bool kTerms = IS_GIVEN(SCALE_SCORES) || kChangesScores;
 
+// The mask comes as bits, and scores know nothing of it.
+constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
+static_assert(!kMaskBits || !kTerms);
+
 // Fragments of k are loaded this many products ahead. With options, two would spill at
 // 128 columns.
-constexpr int kAhead =
-    kTerms || kHasSinks || kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths ? 1
-                                                                                  : 2;
+constexpr int kAhead = kTerms || kMaskBits || kHasSinks || kHasQueryOffsets ||
+                               kHasQueryLengths || kHasKeyLengths
+                           ? 1
+                           : 2;
 
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
@@ -90,7 +96,7 @@ __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kShar
 
 // State common to the threads of a block, or of a warp; in shared memory, since
 // registers are scarce.
-struct block_t {
+struct block_t : bits_of_rows_t<kMaskBits> {
   const double *q, *k, *v;
   double* out;
   row_lse_t* lse;
@@ -244,10 +250,23 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
   }
 }
 
+// What the mask shows of a tile of keys to rows g and g + 8: key 8 n + 2 t + e in bit 2
+// n + e.
+using shown_bits_t = unsigned[2];
+
+__device__ __forceinline__ void load_shown(shown_bits_t& shown, const block_t& block,
+                                           int first_row, index_t j) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    shown[r] = block.word(first_row + lane_g() + 8 * r, j, lane_t());
+  }
+}
+
 // Turns raw scores into final ones; with kCheck hidden keys get -inf.
 template <bool kExact, bool kCheck, int kCount>
 __device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scores,
-                                      const mask_bounds_t& bounds, index_t i0,
+                                      const mask_bounds_t& bounds,
+                                      const shown_bits_t& shown, index_t i0,
                                       index_t j0) {
 #pragma unroll(kUnrolled<kExact>)
   for (int n = 0; n < kTiles; ++n) {
@@ -255,7 +274,8 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scor
     for (int e = 0; e < 4; ++e) {
       const int row = lane_g() + 8 * (e / 2), col = 8 * n + 2 * lane_t() + e % 2;
       double& s = rows.s[n][e];
-      if (kCheck && !bounds.sees(row, col)) {
+      const bool is_shown = !kMaskBits || shown[e / 2] >> (2 * n + e % 2) & 1;
+      if ((kCheck && !bounds.sees(row, col)) || !is_shown) {
         s = -infinity<double>();
       } else if constexpr (kTerms) {
         s = scores(s, i0 + row, j0 + col);
@@ -648,6 +668,8 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
       go_on(kV, kv_tile + 1, kShort);
       continue;
     }
+    shown_bits_t shown;
+    load_shown(shown, block, first_row, block.first + j);
     const double* const own_q = smem_q + first_row * 16 * kSharers * kStepsInShared;
     if constexpr (kExact) {
       dot_in_loop(rows, q_in_registers, own_q, take(kK, kv_tile, kFast));
@@ -659,12 +681,13 @@ __device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
     // The softcap and score functions are inlined once: each tanh is long to compile.
     if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
         j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
-      if constexpr (kTerms) {
-        score<kExact, false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+      if constexpr (kTerms || kMaskBits) {
+        score<kExact, false>(rows, scores, {}, shown, block.i0 + first_row,
+                             block.first + j);
       }
     } else {
       const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      score<kExact, true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
+      score<kExact, true>(rows, scores, scores.mask_bounds(i0, j0), shown, i0, j0);
     }
     softmax<kExact>(rows, block);
     go_on(kK, kv_tile, kFast);
@@ -744,7 +767,7 @@ __device__ __noinline__ void walk_exactly(block_t& block, const scores_t& scores
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_tiled_f64(FORWARD_PARAMETERS, SCORE_PARAMETERS) {
+    attention_tiled_f64(FORWARD_PARAMETERS, MASK_BITS_PARAMETER SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);
   double* const slots = smem_q + kBlockM * 16 * kSharers * kStepsInShared;
@@ -790,6 +813,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.out = at.at(out, params.out) + i_block * params.out.row;
       block.lse =
           lse == nullptr ? nullptr : lse + at.row_of_heads * params.seqlen_q + i_block;
+      block.begin(MASK_BITS_ARGUMENT, at, i_block, params.seqlen_q - i_block);
       block.unit = kTerms ? 1 : params.scale;
       block.room = kRoom / (block.unit * kLog2e);
       block.i0 = i_block;

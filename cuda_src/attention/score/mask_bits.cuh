@@ -7,6 +7,9 @@
 #pragma once
 
 #include "attention/score/params.cuh"
+#include "ptx/opaque.cuh"
+
+constexpr int kKeysOfBits = 128;  // of a tile, if it has as many
 
 // The bits as a parameter of kernels. Steps are in tiles; 0 for axes that share bits.
 struct mask_bits_t {
@@ -18,6 +21,38 @@ struct mask_bits_t {
                                                 int lane) const {
     return reinterpret_cast<const unsigned*>(at.at(tiles, steps) + i * steps.row) +
            lane % 4;
+  }
+};
+
+// The bits of queries of a head, for kernels whose lanes read the words that they need.
+template <bool kIsGiven> struct bits_of_rows_t {
+  __device__ __forceinline__ void begin(const mask_bits_t&, const tile_coord_t&,
+                                        index_t, index_t) {}
+  __device__ __forceinline__ unsigned word(int, index_t, int) const { return ~0u; }
+};
+template <> struct bits_of_rows_t<true> {
+  const uint4* bits;  // of the first query, from the first key of all on
+  index_t stride;
+  int last;  // the last query that exists
+
+  // Those of `num_rows` queries from i0 on.
+  __device__ __forceinline__ void begin(const mask_bits_t& mask, const tile_coord_t& at,
+                                        index_t i0, index_t num_rows) {
+    bits = at.at(mask.tiles, mask.steps) + i0 * mask.steps.row;
+    stride = mask.steps.row;
+    last = static_cast<int>(num_rows) - 1;
+  }
+
+  // The bits of keys from j on, a multiple of 8, as lane n of a quad holds scores of
+  // query `row`. It loads them here: the compiler would do it where they are used, and
+  // wait for them.
+  __device__ __forceinline__ unsigned word(int row, index_t j, int n) const {
+    // Recompute addresses, rather than keep them in registers.
+    unsigned own = row < last ? row : last;
+    ptx::launder(own);
+    const uint4* const tile = bits + own * stride + j / kKeysOfBits;
+    const auto words = reinterpret_cast<const volatile unsigned*>(tile);
+    return words[n] >> static_cast<int>(j) % kKeysOfBits / 8 * 2;
   }
 };
 

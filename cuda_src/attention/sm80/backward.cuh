@@ -8,6 +8,7 @@
 //        head of dq; batch entries that share q add to the same slot
 #pragma once
 
+#include "attention/score/mask_bits.cuh"
 #include "attention/score/shown_tiles.cuh"
 
 #include "attention/sm80/tile.cuh"
@@ -29,6 +30,9 @@ static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 constexpr bool kHasTerms = kScaleScores || kChangesScores;
 // Whether fully visible tiles get a loop of their own; it needs registers.
 constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
+// The mask comes as bits, and scores know nothing of it.
+constexpr bool kMaskBits = IS_GIVEN(MASK_BITS);
+static_assert(!kMaskBits || !kChangesScores);
 
 // What the kernels of a call report to later ones. Starts as zeros.
 struct found_t {

@@ -39,7 +39,7 @@ static_assert(!kBeginsWithDp || kHalves == 1);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads need of a block and of an entry; too much for registers.
-struct view_t {
+struct view_t : bits_of_rows_t<kMaskBits> {
   split_operands_t operands;
   const float* stats;
   index_t kept, entry;  // the kept entry, and its first entry of all
@@ -117,13 +117,29 @@ __device__ __forceinline__ void begin(view_t& view, const tile_coord_t& at,
   view.stats = stats + at.row_of_heads * granules_of(params.seqlen_q) * (3 * kGranule);
 }
 
+// Which keys the mask shows to this lane's queries 8 n + 2 t + e of a granule: g + 8 h
+// + 16 m in bit 4 m + 2 h.
+using shown_bits_t = unsigned[kQueryTiles][2];
+
+__device__ __forceinline__ void load_shown(shown_bits_t& shown, const view_t& view,
+                                           int i0) {
+#pragma unroll
+  for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int g = lane_index() / 4, query = lane_index() % 4 * 2 + 8 * n + e;
+      shown[n][e] = view.word(i0 + query, view.j0 + key_0(), g / 2) >> g % 2;
+    }
+  }
+}
+
 // S of queries from i0 on becomes P, and `derivative` its derivatives. of_queries(0, n)
 // are the log sums of a tile of queries, of_queries(2, n) their factors.
 template <typename OfQueries, int kDerivatives>
 __device__ __forceinline__ void weigh_scores(
     frag_t<kKeyTiles, kQueryTiles>& s, frag_t<kKeyTiles, kDerivatives>& derivative,
     const view_t& view, const differentiate_t& differentiate, const scores_t& scores,
-    int i0, OfQueries of_queries) {
+    const shown_bits_t& shown, int i0, OfQueries of_queries) {
   const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
   const mask_bounds_t bounds = view.seen.at(i0, 0);
   const int first_key = kHasTerms ? view.j0 : 0;
@@ -138,9 +154,11 @@ __device__ __forceinline__ void weigh_scores(
         for (int e = 0; e < 4; ++e) {
           const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
           float slope = 1;
-          const float weight =
-              differentiate.weigh(s[m][n][e], sees(i, j), scores, index_t(i0 + i),
-                                  index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
+          const bool is_shown =
+              !kMaskBits || shown[n][e % 2] >> (4 * m + e / 2 * 2) & 1;
+          const float weight = differentiate.weigh(
+              s[m][n][e], sees(i, j) && is_shown, scores, index_t(i0 + i),
+              index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
           if constexpr (kHasDerivative) derivative[m][n][e] = slope;
           s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
         }
@@ -184,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const index_t section,  // entries whose q and dO fit into L2 together
         LOOP_PARAMETERS grad_t* __restrict__ dk,  // as k, summed over entries
         grad_t* __restrict__ dv,                  // as v, summed over entries
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
+        MASK_BITS_PARAMETER SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   [[maybe_unused]] __shared__ index_t split;  // of the loop
@@ -231,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (threadIdx.x == 0) {
       begin(view, at, scores, params, operands, stats, kSplitsLoop ? split : 0,
             num_splits);
+      view.bits_of_rows_t<kMaskBits>::begin(MASK_BITS_ARGUMENT, at, 0, params.seqlen_q);
     }
     __syncthreads();  // the view is complete
     // Heads and entries that share a gradient of k need not share k itself.
@@ -305,6 +324,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
       units_t<kKeyTiles> from_p;
       {
+        shown_bits_t shown_keys;
+        load_shown(shown_keys, view, i0);
         frag_t<kKeyTiles, kQueryTiles> s;
         multiply_scores_in_parts<true>(
             s, left<kColumns>(columns_of(smem_k) + operand, key_0() % kGranule),
@@ -319,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           exchange.wait();
         }
         exchange.add(0, s);
-        weigh_scores(s, derivative, view, differentiate, scores, i0, of_queries);
+        weigh_scores(s, derivative, view, differentiate, scores, shown_keys, i0,
+                     of_queries);
         from_p = as_parts(p, s);
         if constexpr (kKeepsP) {
           exchange.wait();  // the other warp has read the sums in the place of P

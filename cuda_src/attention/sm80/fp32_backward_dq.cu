@@ -35,7 +35,7 @@ static_assert(kRowTiles <= 2 && kBlockN == kGranule && kLargestTile % kBlockM ==
 constexpr float kLargestScore = 0x1p18f, kSmallestProduct = 0x1p-60f;
 
 // What all threads need of a block; in shared memory for lack of registers.
-struct view_t {
+struct view_t : bits_of_rows_t<kMaskBits> {
   split_operands_t operands;
   index_t kept, row_of_heads;  // the kept entry, and the entry among all
   int i0, first, last;         // first query; range of keys
@@ -56,7 +56,7 @@ __device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds) {
 
 // Whether a query of the granule at i0 sees a key of the one at j0, and one of the two
 // holds a nonfinite number.
-__device__ __forceinline__ bool sees_marked(const scores_t& scores,
+__device__ __forceinline__ bool sees_marked(const view_t& view, const scores_t& scores,
                                             unsigned marked_queries,
                                             unsigned marked_keys, index_t i0,
                                             index_t j0) {
@@ -65,7 +65,10 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
   for (int n = 0; n < kGranule * kGranule; ++n) {
     const int i = n / kGranule, j = n % kGranule;
     if (((marked_queries >> i | marked_keys >> j) & 1) && bounds.sees(i, j) &&
-        !scores.hides(i0 + i, j0 + j)) {
+        !scores.hides(i0 + i, j0 + j) &&
+        (view.word(static_cast<int>(i0) - view.i0 + i, j0 + j / 8 * 8, j % 8 / 2) >>
+             j % 2 &
+         1)) {
       return true;
     }
   }
@@ -101,7 +104,7 @@ __device__ __forceinline__ bool has_nonfinite_pairs(const view_t& view,
     const unsigned marked_q = of_q.marked | of_dout.marked;
     const unsigned marked_k = of_k.marked | of_v.marked;
     if ((marked_q | marked_k) != 0) {
-      nonfinite |= sees_marked(scores, marked_q, marked_k, i0, j0);
+      nonfinite |= sees_marked(view, scores, marked_q, marked_k, i0, j0);
     }
   }
   return nonfinite;
@@ -129,6 +132,27 @@ __device__ __forceinline__ void begin(view_t& view, const work_tile_t& work, int
   view.seen = seen_t(scores.mask_bounds(i0, 0));
 }
 
+constexpr int kRows = 2 * kRowTiles;  // per thread
+
+// What the mask shows of a granule of keys to each row: 8 n + 2 t + e in bit 2 n + e.
+using shown_bits_t = unsigned[kRows];
+
+__device__ __forceinline__ void load_shown(shown_bits_t& shown, const view_t& view,
+                                           int j0) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    shown[r] = view.word(row() + 8 * r, j0, lane_index() % 4);
+  }
+}
+
+__device__ __forceinline__ void store_stats(float* stats, index_t granule, int i,
+                                            float log_sum, float delta, float factor) {
+  float* const to = stats + granule * (3 * kGranule) + i;
+  to[0] = log_sum;
+  to[kGranule] = delta;
+  to[2 * kGranule] = factor;
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_queries(
         const unsigned char* __restrict__ operands,  // fp32_backward.cuh
@@ -137,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         float* __restrict__ stats,  // fp32_backward.cuh; or totals of each split
         found_t* __restrict__ found,
         const index_t section,  // entries whose k and v fit into L2 together
-        LOOP_PARAMETERS grad_t* __restrict__ dq, SCORE_PARAMETERS,
+        LOOP_PARAMETERS grad_t* __restrict__ dq, MASK_BITS_PARAMETER SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
@@ -157,6 +181,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   if (threadIdx.x == 0) {
     const int i0 = static_cast<int>(num_tiles - 1 - work.tile) * kBlockM;
     begin(view, work, i0, at, scores, params, operands, num_splits);
+    view.bits_of_rows_t<kMaskBits>::begin(MASK_BITS_ARGUMENT, at, i0,
+                                          params.seqlen_q - i0);
   }
   __syncthreads();  // the view is complete
   copy_bytes<kGranules * kBytesOperand>(smem_q, view.operands.q);
@@ -193,7 +219,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     return;
   }
 
-  constexpr int kRows = 2 * kRowTiles;  // per thread
   const differentiate_t differentiate(params, found);
   float log_sum[kRows], delta_of[kRows], total[kRows];
 #pragma unroll
@@ -226,6 +251,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int own = row_warp() * (16 * kRowTiles);
     const unsigned operand = own / kGranule * kBytesOperand;
 
+    shown_bits_t shown_keys;
+    load_shown(shown_keys, view, j0);
     frag_t<kRowTiles, kKeyTiles> s, dp;
     auto multiply_values = [&] {
       multiply_scores_in_parts<false>(
@@ -265,7 +292,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           for (int e = 0; e < 4; ++e) {
             const int r = 2 * m + e / 2;
             const int i = first_row + 8 * r, j = first_column + 8 * n + e % 2;
-            differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
+            const bool is_shown = !kMaskBits || shown_keys[r] >> (2 * n + e % 2) & 1;
+            differentiate(s[m][n][e], dp[m][n][e], sees(i, j) && is_shown, scores,
                           index_t(view.i0 + i), index_t(j0 + j), log_sum[r],
                           delta_of[r]);
             sum[r] += s[m][n][e];
@@ -317,12 +345,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     if (column_warp() == 0 && lane_index() % 4 == 0) {
       const int i = view.i0 + row() + 8 * r;
-      float* const to = stats +
-                        (view.row_of_heads * granules + i / kGranule) * (3 * kGranule) +
-                        i % kGranule;
-      to[0] = log_sum[r];
-      to[kGranule] = delta_of[r];
-      to[2 * kGranule] = factor;
+      store_stats(stats, view.row_of_heads * granules + i / kGranule, i % kGranule,
+                  log_sum[r], delta_of[r], factor);
     }
   }
   const int i0 = view.i0;

@@ -27,12 +27,14 @@
 //            kOrdered; dk and dv always have the same bits
 // Options    alibi alone: its slope arrives with each block of queries, since summed
 //            entries have different heads. Or a mask function alone: a work tile walks
-//            over lists of the blocks of queries that see some of its keys
+//            over lists of the blocks of queries that see some of its keys. Or a mask
+//            array alone, as bits (score/mask_words.cuh)
 // Limits     q, k, v and dO must fit a tensor map (_cuda/tensor_map.py); head
 //            dimensions up to kHeadDim; rows of gradients are whole 16-byte vectors,
 //            shortened by copy/trim_rows.cu; at most kMaxSummed entries are summed.
 //            Infinities and NaN that a query does not see still turn into NaN, as does
 //            a dS too large for elem_t: found->nonfinite then asks for another kernel
+#include "attention/score/mask_words.cuh"
 #include "attention/score/tile_lists.cuh"
 #include "attention/sm90/backward_dkdv.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -66,11 +68,18 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 // q is read for S and at the end of a step for dk; dO in the first half of a step only.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
 constexpr int kBytesPart = kPart * 4;
+// The mask array comes as bits, and scores know nothing of it.
+constexpr bool kMaskWords = IS_GIVEN(MASK_WORDS);
 constexpr bool kHasOptions = kHasAlibi || kHasMaskFunction;
+constexpr int kPartsM = kBlockM / kQueriesOfWords;
+constexpr int kBytesPartOfWords = kBlockN / kKeysOfWords * 128;
+constexpr int kBytesWords = kMaskWords ? kPartsM * kBytesPartOfWords : 0;
 // Of a warp at a barrier. racecheck does not follow __syncwarp() and one arrival.
 constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 // How many of the pairs of lse and delta of a thread are prefetched.
-constexpr int kEarlyLse = 8, kEarlyDelta = kIsWide ? 0 : kHasOptions ? 3 : 4;
+constexpr int kEarlyLse = 8, kEarlyDelta = kIsWide                     ? 0
+                                           : kHasOptions || kMaskWords ? 3
+                                                                       : 4;
 
 // Whether a warpgroup may skip the first block of a work tile.
 constexpr bool kSkips = kBounds > 0 && !kHasMaskFunction && !kOrdered;
@@ -95,6 +104,7 @@ constexpr int kPublished = 8;
 constexpr int kIsLast = 1, kIsFirst = 2;
 constexpr int kOrigins = 8, kToOptions = kOrigins * sizeof(int4);
 static_assert(kBounds > 0 || !kHasMaskFunction, "work tiles of different lengths");
+static_assert(!kMaskWords || !kHasAlibi && !kHasMaskFunction && !kHasMask);
 static_assert(!kOrdered || !kHasOptions, "options are summed in any order");
 // The next work tile is taken this many blocks of queries before the end of the current
 // one. Earlier, blocks hoard long tiles while others run dry; later, loads are late.
@@ -136,6 +146,8 @@ struct shared_t {
   int next_tile;                             // kept here for lack of registers
   float slopes[kHasAlibi ? kMaxSummed : 1];  // of each source, times log2 e
   listed_t listed[kHasMaskFunction ? kMaxSummed : 1];
+  // With kMaskWords: those of each source, for all queries and the keys of the tile.
+  const unsigned* words[kMaskWords ? kMaxSummed : 1];
   // With kOrdered: the first work tile of this block. And for the current one, how many
   // tiles are before it, or < 0: it adds to no block of dq; and the block from which on
   // none of them adds.
@@ -144,7 +156,7 @@ struct shared_t {
 
 // Shared memory addresses.
 struct addresses_t {
-  unsigned k, v, q, dout, ds, dq, stats;  // tiles
+  unsigned k, v, q, dout, ds, dq, stats, words;  // tiles
   unsigned k_full, v_full, k_empty, v_empty, q_full, q_empty, dout_full, dout_empty;
   unsigned ds_full, ds_empty, dq_full, dq_empty;
 
@@ -157,6 +169,7 @@ struct addresses_t {
     ds = dout + kStagesDout * kBytesM;
     dq = ds + kStagesDs * kBytesDs;
     stats = dq + kGroups * kBytesPart;
+    words = stats + kStagesDout * kBytesStats;
     k_full = ptx::shared_address(&barriers);
     v_full = k_full + 8;
     k_empty = v_full + 8;
@@ -223,6 +236,7 @@ struct arguments_t {
   found_t* found;
   counter_t* counter;
   tile_lists_t tile_lists;
+  const mask_words_t& mask_words;
   dq_t dq;
   score_arguments_t score;
   const grads_t& grads;
@@ -415,6 +429,15 @@ struct producer_t {
         }
         shared.slopes[n] = to<float>(args.score.alibi_slopes[offset]) * float(kLog2e);
       }
+      if constexpr (kMaskWords) {
+        const operand_t& steps = args.mask_words.steps;
+        index_t offset = head * steps.head + row / kKeysOfWords * 32;
+#pragma unroll
+        for (int axis = 0; axis < kBatchDims; ++axis) {
+          offset += at[kBatchDims - 1 - axis] * steps.batch[axis];
+        }
+        shared.words[n] = args.mask_words.words + offset;
+      }
       if constexpr (kHasMaskFunction) {
         const tile_lists_t& lists = args.tile_lists;
         const int b = of_all / unsigned(params_now.num_heads);
@@ -539,7 +562,16 @@ struct producer_t {
     full = smem.dout_full + 8 * stage;
     wait(smem.dout_empty + 8 * stage, (loaded / kStagesDout & 1) ^ 1);
     ++loaded;
-    ptx::mbarrier_arrive_expect_tx(full, kBytesStats);
+    ptx::mbarrier_arrive_expect_tx(full, kBytesStats + kBytesWords);
+    if constexpr (kMaskWords) {
+      const index_t step = args.mask_words.steps.row;
+      const unsigned* const words = shared.words[summed] + block * kPartsM * step;
+#pragma unroll
+      for (int n = 0; n < kPartsM; ++n) {
+        ptx::cp_async_bulk(smem.words + stage * kBytesWords + n * kBytesPartOfWords,
+                           words + n * step, kBytesPartOfWords, full);
+      }
+    }
     ptx::cp_async_bulk(smem.stats + stage * kBytesStats,
                        args.stats + index_t(from.x + block) * (2 * kBlockM),
                        kBytesStats, full);
@@ -781,6 +813,19 @@ struct mainloop_t : mma_t {
     }
   }
 
+  // Hides what the mask or a bound hides, and keys that do not exist.
+  __device__ __forceinline__ void hide_by_words(unsigned stage) {
+    // Recompute the address, rather than keep it in a register.
+    unsigned thread = threadIdx.x;
+    ptx::launder(thread);
+    const unsigned from = smem.words + stage * kBytesWords + thread * 4;
+#pragma unroll
+    for (int n = 0; n < kPartsM; ++n) {
+      hide(ptx::load_shared_s32(from + n * kBytesPartOfWords), 32 * n,
+           args.inputs.hidden);
+    }
+  }
+
   // Half of the queries at a time: P, dS, and their share of dv.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
   template <int kNth> __device__ __forceinline__ void exponentiate_half() {
@@ -895,7 +940,14 @@ struct mainloop_t : mma_t {
     ptx::wgmma_wait_group<1>();  // S
     compiler_fence(s);
     if constexpr (kHasMaskFunction) {
-      if (!whole) hide(hidden, args.inputs.hidden);
+      if (!whole) {
+#pragma unroll
+        for (int n = 0; n < kScores / 32; ++n) {
+          hide(hidden[n], 32 * n, args.inputs.hidden);
+        }
+      }
+    } else if constexpr (kMaskWords) {
+      hide_by_words(this_dout);
     } else {
       if (!whole) mask(info(), args.inputs.hidden, origin());
     }
@@ -1022,23 +1074,33 @@ struct mainloop_t : mma_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
-                         const float* __restrict__ stats,  // backward.cuh
-                         float* __restrict__ sums_q,       // backward.cuh
-                         int* counts,   // met, or dq_semaphores: backward.cuh
-                         float* parts,  // backward.cuh
-                         elem_t* __restrict__ dk,  // as k, summed over entries
-                         elem_t* __restrict__ dv,  // as v, summed over entries
-                         found_t* __restrict__ found, counter_t* __restrict__ counter,
-                         LISTS_PARAMETER DQ_PARAMETERS SCORE_PARAMETERS,
-                         const __grid_constant__ grads_t grads) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_vjp_hopper(
+    const __grid_constant__ inputs_t inputs,
+    const float* __restrict__ stats,  // backward.cuh
+    float* __restrict__ sums_q,       // backward.cuh
+    int* counts,                      // met, or dq_semaphores: backward.cuh
+    float* parts,                     // backward.cuh
+    elem_t* __restrict__ dk,          // as k, summed over entries
+    elem_t* __restrict__ dv,          // as v, summed over entries
+    found_t* __restrict__ found, counter_t* __restrict__ counter,
+    LISTS_PARAMETER MASK_WORDS_PARAMETER DQ_PARAMETERS SCORE_PARAMETERS,
+    const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
-  const arguments_t args = {
-      inputs, stats, sums_q,  counts,         parts,          dk,
-      dv,     found, counter, LISTS_ARGUMENT, {DQ_ARGUMENTS}, {SCORE_ARGUMENTS},
-      grads};
+  const arguments_t args = {inputs,
+                            stats,
+                            sums_q,
+                            counts,
+                            parts,
+                            dk,
+                            dv,
+                            found,
+                            counter,
+                            LISTS_ARGUMENT,
+                            MASK_WORDS_ARGUMENT,
+                            {DQ_ARGUMENTS},
+                            {SCORE_ARGUMENTS},
+                            grads};
   const addresses_t smem(tiles, shared.barriers);
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) smem.init_barriers();

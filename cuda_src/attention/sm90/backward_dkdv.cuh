@@ -205,12 +205,11 @@ struct mma_t {
     }
   }
 
-  // The same for the scores whose bit is set.
-  __device__ __forceinline__ void hide(const unsigned (&bits)[kScores / 32],
-                                       float hidden) {
+  // The same for those of 32 scores from `begin` on whose bit is set.
+  __device__ __forceinline__ void hide(unsigned bits, int begin, float hidden) {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) {
-      if (bits[e / 32] >> e % 32 & 1) s[e] = hidden;
+    for (int e = 0; e < 32; ++e) {
+      if (bits >> e & 1) s[begin + e] = hidden;
     }
   }
 

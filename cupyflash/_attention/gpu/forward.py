@@ -17,6 +17,7 @@ from cupyflash._attention.gpu import views as _views
 from cupyflash._attention.gpu.config import FORWARD_CALL
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.fp64.forward import TensorFloat64Kernel
+from cupyflash._attention.gpu.fp64.forward_plan import tensor_float64_forward_steps
 from cupyflash._attention.gpu.fp64.short_forward import ShortFloat64Kernel
 from cupyflash._attention.gpu.plan import (
     AttentionPlan,
@@ -56,7 +57,7 @@ _STEPS = {
     TinyKernel: fused_steps,
     HopperWideKernel: hopper_wide_steps,
     ShortFloat64Kernel: fused_steps,
-    TensorFloat64Kernel: fused_steps,
+    TensorFloat64Kernel: tensor_float64_forward_steps,
 }
 _FAR = attention_params.FAR
 # For counts of a mask in explain(): the least size of a tile, and the most tiles of a

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.fp64.forward import WARP_ROWS, unsupported_reason
+from cupyflash._attention.gpu import mask_bits
+from cupyflash._attention.gpu.fp64.forward import (
+    WARP_ROWS,
+    unsupported_reason,
+)
 from cupyflash._attention.gpu.gradient_config import rows_config
 from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
@@ -20,6 +24,7 @@ _MOST_COUNTED = (1 << 29) - 1
 
 # The most shared memory other than that of Tile.smem, and what the system reserves.
 _STATIC_SMEM, _RESERVED_SMEM = 3072, 1024
+_MOST_MASK_SMEM = 16 * 64  # of bits of a mask beside that, for 64 queries
 
 # Blocks that leave multiprocessors idle share loops over so many rows or more, and each
 # gets at least so many of them.
@@ -126,10 +131,13 @@ class TensorFloat64VjpKernel(BackwardSpec):
         All loop over the same number of rows at a time, and so compute the same sums.
         """
         dim = self.dim(forward)
+        static = _STATIC_SMEM
+        if mask_bits.has_bits(forward):
+            static += _MOST_MASK_SMEM
         fitting = [
             tile
             for tile in kernel.by_threshold(self.tiles, dim)
-            if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
+            if tile.smem(dim) + static <= device.smem_optin
             and device.arch not in tile.spills_on
             and not (forward.softcap and tile.spills_with_softcap)
         ]
@@ -235,6 +243,9 @@ class TensorFloat64VjpKernel(BackwardSpec):
                 **({"LOOP_SPLITS": 1} if splits > 1 else {}),
                 **attention_config.two_level_sum(forward, part),
             }
+            if mask_bits.has_bits(forward):
+                switches["MASK_BITS"] = 1
+                forward = mask_bits.without_bits(forward)
         return attention_config.launch_config(
             forward,
             batch_dims,
@@ -250,6 +261,8 @@ class TensorFloat64VjpKernel(BackwardSpec):
     def configs(self, forward, batch_dims, device, everything):
         """See BackwardSpec; dbias belongs to the portable row."""
         yield rows_config(forward, batch_dims)
+        if mask_bits.has_bits(forward):
+            yield mask_bits.config(mask_bits.MOST_KEYS, batch_dims)
         yield self.config("finish", None, forward, batch_dims, "float64", 1)
         tiles = self.fitting(forward, device)[: None if everything else 1]
         for tile, part, splits in itertools.product(tiles, _PARTS, (1, 2)):
@@ -264,7 +277,7 @@ class TensorFloat64VjpKernel(BackwardSpec):
 
 TILED_F64_VJP = TensorFloat64VjpKernel(
     name="tiled_f64",
-    dims=(32, 64, 96, 128),
+    dims=(32, 48, 64, 80, 96, 112, 128),
     tiles={
         64: (
             Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),

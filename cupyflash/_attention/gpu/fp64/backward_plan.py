@@ -2,7 +2,7 @@
 
 import math
 
-from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu import gradient_layout, mask_bits
 from cupyflash._attention.gpu.gradient_plan import Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._attention.gpu.simt.fallback import fallbacks, recomputed_lse
@@ -32,6 +32,7 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
         **new_lse.scratch,
     }  # fmt: skip
     launches = [*new_lse.launches, make.rows(lse, 0)]
+    of_mask = mask_bits.add_bits(launches, scratch, forward, layout.params)
 
     def add(part, inputs, *after):
         launches.extend(part.launches(inputs, *after))
@@ -46,14 +47,14 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
             into=("dq_splits",), sums=(), terms={"dq_splits": terms}
         )
         scratch["totals"] = rows_bytes * splits[0]
-        add(queries, (*inputs, "totals", 0, *splits), "found")
+        add(queries, (*inputs, "totals", 0, *splits), "found", *of_mask)
         sums = ("dq_splits", "totals", "lse", "delta")
         add(_finish(make), (*sums, "factor", of_rows, *splits), "found")
     else:
-        add(queries, (*inputs, "factor", of_rows), "found")
+        add(queries, (*inputs, "factor", of_rows), "found", *of_mask)
     if forward.seqlen_k:
         keys, *splits = _own(make, "keys", ("dk", "dv"))
-        add(keys, (*inputs, "factor", *splits), "found")
+        add(keys, (*inputs, "factor", *splits), "found", *of_mask)
         for again in fallbacks(forward, layout, device):
             add(again, inputs, "found")
     if bias is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.mask_bits import has_bits, without_bits
 from cupyflash._attention.gpu.spec import ForwardSpec, refuse_dtype
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
@@ -123,13 +124,14 @@ class TensorFloat64Kernel(ForwardSpec):
     def _tiles(self, problem, device):
         """The tiles that fit on `device`, all with the block_n of the first."""
         dims, drifts = self._dims(problem), not _spills_drifting(problem, device)
+        has_terms = attention_config.has_terms(without_bits(problem))
         tiles = [
             tile
             for tile in kernel.by_threshold(self.tiles, max(dims))
             if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
             and (drifts or not tile.drifts)
             and not (drifts and tile.if_others_spill)
-            and not (tile.only_plain and attention_config.has_terms(problem))
+            and not (tile.only_plain and has_terms)
             and not (tile.if_held and not _is_held(tile, dims, device))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
@@ -178,8 +180,10 @@ class TensorFloat64Kernel(ForwardSpec):
         if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         switches |= attention_config.two_level_sum(problem)
+        if has_bits(problem):
+            switches["MASK_BITS"] = 1
         return attention_config.launch_config(
-            problem,
+            without_bits(problem),
             batch_dims,
             attention_config.num_tiles(problem, tile.block_m),
             tile.num_threads,
@@ -192,7 +196,7 @@ class TensorFloat64Kernel(ForwardSpec):
 
 TILED_F64 = TensorFloat64Kernel(
     name="tiled_f64",
-    dims=(16, 32, 64, 96, 128, 192, 256),
+    dims=(16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
     most_alone=128,
     # Tuned on an H200: docs/design/lab/0024-tiles-and-the-next-best.md.
     tiles={

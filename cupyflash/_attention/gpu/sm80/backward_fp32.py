@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash._attention.gpu import gradient_limits, spec
+from cupyflash._attention.gpu import gradient_limits, mask_bits, spec
 from cupyflash._attention.gpu.config import (
     has_terms,
     holds_blocks,
@@ -109,7 +109,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     least: int = 64
     least_of_longer: int = 128
     # Allowed bytes of split k and v per byte of out, or of dk and dv if they are more.
-    most_split_bytes: float = 4
+    most_split_bytes: float = 8
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward
@@ -194,6 +194,9 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
             switches |= two_level_sum(forward, part[1:])
+            if mask_bits.has_bits(forward):
+                switches["MASK_BITS"] = 1
+                forward = mask_bits.without_bits(forward)
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         if splits > 1:
@@ -243,6 +246,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
 
     def configs(self, forward, batch_dims, device, everything):
         yield rows_config(forward, batch_dims)
+        if mask_bits.has_bits(forward):
+            yield mask_bits.config(mask_bits.MOST_KEYS, batch_dims)
         for part, splits in (("_prepare", 1), ("_finish", 2)):
             yield self.config(part, None, forward, batch_dims, "float32", 1, splits)
         dim, parts = self.dim(forward), self.parts(forward)

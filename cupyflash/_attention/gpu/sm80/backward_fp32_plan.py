@@ -2,7 +2,7 @@
 
 import math
 
-from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu import gradient_layout, mask_bits
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
@@ -51,13 +51,16 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
         (prepare, ("split", "q", "k", "v", "dout", *rest)),
     ]
 
-    def add(part, *inputs):
-        launches.extend(part.launches(inputs))
+    of_mask = mask_bits.add_bits(launches, scratch, forward, layout.params)
+
+    def add(part, *inputs, after=()):
+        launches.extend(part.launches(inputs, *after))
         scratch.update(part.terms)
 
     queries, *numbers = _own(make, "_queries", ("dq",))
     if len(numbers) == 1:
-        add(queries, "split", "lse", "delta", "stats", "found", *numbers)
+        asked = "split", "lse", "delta", "stats", "found", *numbers
+        add(queries, *asked, after=of_mask)
     else:
         *_, splits = numbers
         terms = queries.terms["dq_terms"]
@@ -65,12 +68,13 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
             into=("dq_splits",), sums=(), terms={"dq_splits": terms}
         )
         scratch["totals"] = 4 * num_rows * splits
-        add(queries, "split", "lse", "delta", "totals", "found", *numbers)
+        asked = "split", "lse", "delta", "totals", "found", *numbers
+        add(queries, *asked, after=of_mask)
         rows = ("lse", "delta", "stats", "found")
         add(_finish(make), "dq_splits", "totals", *rows, splits)
     for names in made_by("_keys", row.tile("_keys", forward, device)):
         keys, *numbers = _own(make, "_keys", names)
-        add(keys, "split", "stats", "found", *numbers)
+        add(keys, "split", "stats", "found", *numbers, after=of_mask)
     inputs = ("q", "k", "v", "dout")
     again = fallback(("dq",), forward, layout, device, OWN_LSE=1)
     launches.append(again.launch((*inputs, "lse", "delta"), "found", "fallback_lse"))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu import gradient_limits, mask_bits
 from cupyflash._attention.gpu.config import is_plain, launch_config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.gpu.spec import BackwardSpec, refuse_smem
@@ -41,8 +41,12 @@ _LONG_ORDERED = 2048
 
 
 def _bounds_of(forward):
-    """BOUNDS of the kernels; with a mask function, tiles differ as with a bound."""
+    """BOUNDS of the kernels; with a mask function, tiles differ as with a bound.
+
+    Those that store dq need the registers of whole tiles for the bits of a mask.
+    """
     varies = forward.mask_function is not None
+    varies |= forward.mask is not None and forward.seqlen_k <= BLOCK_N
     return max(sm90_forward.bounds_of(forward), int(varies))
 
 
@@ -78,10 +82,11 @@ class HopperVjpKernel(BackwardSpec):
         return refuse_smem(self._smem(forward) + _STATIC_BYTES, device)
 
     def _has_option_alone(self, problem: AttentionVjpProblem) -> bool:
-        """Whether alibi, or a mask function, is alone, and the kernel applies it."""
+        """Whether alibi or a mask is alone, and the kernel applies it."""
         forward = problem.forward
         others = (
             replace(forward, alibi_slopes=None),
+            replace(forward, mask=None),
             replace(forward, mask_function=None),
         )
         if problem.deterministic or not any(map(is_plain, others)):
@@ -108,11 +113,12 @@ class HopperVjpKernel(BackwardSpec):
         return -(-forward.seqlen_k // BLOCK_N)
 
     def _smem(self, forward):
-        """Bytes of k, v, stages of q and dO, two buffers of dS, statistics, and dq."""
+        """Bytes of k, v, q, dO, two buffers of dS, statistics, dq, bits of a mask."""
         block_m, row = self.block_m(forward), 2 * self.dim(forward)
         tiles = (2 * BLOCK_N + 5 * block_m) * row
         ds = 2 * block_m * BLOCK_N * 2
-        return tiles + ds + 2 * 2 * block_m * 4 + 2 * block_m * row + 1024
+        words = 0 if forward.mask is None else 2 * block_m // 64 * 1024
+        return tiles + ds + 2 * 2 * block_m * 4 + 2 * block_m * row + words + 1024
 
     def visits_all(self, forward: AttentionProblem) -> bool:
         """Whether each block of queries meets keys, where these fit one tile."""
@@ -135,13 +141,16 @@ class HopperVjpKernel(BackwardSpec):
         if part == "_rows":
             more |= gradient_limits.rows_defines(forward)
         if not part:
-            more |= {"BOUNDS": _bounds_of(forward), "ORDERED": int(ordered)}
+            bounds = max(_bounds_of(forward), stores_dq and forward.mask is not None)
+            more |= {"BOUNDS": int(bounds), "ORDERED": int(ordered)}
             more |= {"STORES_DQ": 1} if stores_dq else {}
+            more |= {"MASK_WORDS": 1} if forward.mask is not None else {}
             num_threads, smem = _MAIN_THREADS, self._smem(forward)
         else:  # these see no scores, or none with options
             forward = replace(
                 forward, alibi_slopes=None, mask_function=None, generated=""
             )
+        forward = replace(forward, mask=None)  # it comes as bits
         return launch_config(
             forward,
             batch_dims,
@@ -225,6 +234,8 @@ class HopperVjpKernel(BackwardSpec):
         for part in ("_rows", "", "_dq"):
             yield self.config(part, forward, batch_dims, 1)
         yield self.config("", forward, batch_dims, 1, stores_dq=True)
+        if forward.mask is not None:
+            yield mask_bits.words_config(batch_dims)
         if forward.mask_function is not None:
             yield self.tile_lists(forward).config(forward, batch_dims)
         if is_plain(forward):

@@ -2,15 +2,16 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from cupyflash._attention.gpu import gradient_layout, gradient_limits
+from cupyflash._attention.gpu import gradient_layout, gradient_limits, mask_bits
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.functions import without_functions
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm90 import backward as sm90_backward
 from cupyflash._attention.gpu.sm90.operands import encoder
-from cupyflash._cuda.launch_sequence import At, Counter, Steps
+from cupyflash._cuda.launch_sequence import At, Counter, Step, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
 
@@ -76,10 +77,17 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
 
     def config(part, blocks):
         config = row.config(part, forward, batch_dims, blocks, ordered, stores_dq)
-        # _rows is the first launch, or follows lists of tiles.
+        # _rows is the first launch, or follows lists of tiles or bits of a mask.
         return replace(config, overlaps=part != "_rows")
 
-    lists, more = [], []  # the launch that makes them, and arguments
+    # The launch that makes lists, or bits of a mask, and arguments of the kernel.
+    lists: list[Step] = []
+    more: list[Any] = []
+    if forward.mask is not None:
+        bits = mask_bits.MaskWords.of(forward, layout.params)
+        scratch[mask_bits.NAME] = bits.num_bytes
+        lists.append(bits.step())
+        more.append(bits.argument())
     if forward.mask_function is not None:
         own = row.tile_lists(forward)
         scratch[own.name] = own.num_bytes(forward)

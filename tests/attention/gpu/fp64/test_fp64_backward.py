@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import mask_views
 import numpy as np
 import pytest
 import small_entries
@@ -10,7 +11,7 @@ from placing import place
 from test_attention_vjp import agree, gradients, inputs
 
 import cupyflash
-from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu import mask_bits, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP as ROW
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
@@ -97,6 +98,36 @@ def test_tiles(head_dim, seqlen, heads, arch):
     assert len({tile.block_n for tile in ROW.fitting(forward, device)}) == 1
 
 
+def test_columns_are_padded_to_few_more():
+    found = {n: ROW.dim(problem(n).forward) for n in (1, 32, 33, 49, 65, 81, 97, 113)}
+    assert found == {
+        **{1: 32, 32: 32, 33: 48, 49: 64, 65: 80, 81: 96},
+        **{97: 112, 113: 128},
+    }
+
+
+def test_a_mask_alone_comes_as_bits():
+    """Other options finish scores one by one, and read the mask as they do."""
+    masked, plain = problem(mask="bool").forward, problem().forward
+    assert mask_bits.has_bits(masked)
+    for changed in (
+        {"bias": "float64"},
+        {"softcap": 3.0},
+        {"alibi_slopes": "float64"},
+        {"scale": -1.0},
+        {"seqlen_q": 16},
+        {"seqlen_k": 0},
+    ):
+        assert not mask_bits.has_bits(dataclasses.replace(masked, **changed))
+    assert not mask_bits.has_bits(plain)
+    (tile,) = {ROW.tile("keys", x, HOPPER, 8) for x in (masked, plain)}
+    with_bits, without = (
+        dict(ROW.config("keys", tile, x, 1, "float64", 1).variant.defines)
+        for x in (masked, plain)
+    )
+    assert with_bits == {**without, "MASK_BITS": "1"}
+
+
 def test_where_a_tile_spills_it_is_shorter_and_the_block_is_not():
     for arch, block_n in (("sm_80", 64), ("sm_90a", 64), ("sm_100", 32)):
         tiles = ROW.fitting(problem(64).forward, _device.device_of_arch(arch))
@@ -142,7 +173,9 @@ def shapes(seqlen_q, seqlen_k, head_dim, head_dim_v=None, heads=(2, 2)):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(1, 1), (1, 300), (130, 127), (300, 65), (33, 0)])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 100), (96, 7)])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (128, 128), (40, 100), (96, 7), (48, 40), (80, 65), (112, 112)]
+)
 def test_sizes(cupy, rng, seqlens, dims):
     arrays = inputs(rng, "float64", **shapes(*seqlens, *dims))
     agree(cupy, *arrays)
@@ -179,6 +212,18 @@ def test_arrays(cupy, rng, head_dim, name):
         "lengths": {"query_lengths": np.array([77]), "key_lengths": np.array([90])},
     }[name]
     agree(cupy, *inputs(rng, "float64", q=q, k=k), **arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", mask_views.VIEWS)
+@pytest.mark.parametrize("head_dim", [48, 64, 128])
+def test_masks_of_any_strides(cupy, rng, head_dim, name):
+    arrays = {n: (*x, head_dim) for n, x in mask_views.SHAPES.items()}
+    options = {"mask": mask_views.view(rng, name)}
+    agree(cupy, *inputs(rng, "float64", **arrays), **options)
+    options["key_lengths"] = np.array([150, 3])
+    options["window"] = (60, 40)
+    agree(cupy, *inputs(rng, "float64", **arrays), **options)
 
 
 @pytest.mark.gpu

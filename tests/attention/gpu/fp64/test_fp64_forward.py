@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import mask_views
 import numpy as np
 import oracle
 import pytest
@@ -77,6 +78,13 @@ def test_leaves_to_the_next_row(asked, arch, reason):
     row, _ = kernel.select(ATTENTION_KERNELS, asked, device)
     next_rows = ("mma",) if asked.dtype == "float32" else ("tiled", "online")
     assert row.name in next_rows
+
+
+def test_columns_are_padded_to_few_more():
+    asked = (1, 17, 33, 49, 65, 81, 97, 113, 129, 161, 193, 225)
+    assert tuple(ROW._dims(problem(n))[0] for n in asked) == ROW.dims
+    # Two warps that share rows have half of the columns each.
+    assert ROW._dims(problem(16, head_dim_v=200)) == (32, 224)
 
 
 def test_a_card_with_little_shared_memory():
@@ -204,7 +212,13 @@ def normal(rng, seqlen_q, seqlen_k, head_dim, head_dim_v=None, heads=2):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(1, 1), (1, 1000), (130, 127), (300, 65), (33, 0)])
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (40, 150), (96, 7)])
+@pytest.mark.parametrize(
+    "dims",
+    [
+        *((64, 64), (128, 128), (256, 256), (40, 150), (96, 7), (48, 48), (80, 65)),
+        *((112, 100), (160, 160), (224, 200), (30, 210)),
+    ],
+)
 def test_sizes(rng, seqlens, dims):
     q, k, v = normal(rng, *seqlens, *dims)
     check(q, k, v)
@@ -228,6 +242,9 @@ def test_many_heads_of_few_queries(rng, seqlen_q, head_dim):
 @pytest.mark.parametrize("heads", [1, 32])
 def test_splits_of_few_keys(rng, head_dim, heads):
     check(*normal(rng, 32, 512, head_dim, heads=heads))
+    # All splits read the bits of the same mask.
+    masks = rng.random((heads, 32, 512)) < 0.7
+    check(*normal(rng, 32, 512, head_dim, heads=heads), {"mask": masks})
 
 
 @pytest.mark.gpu
@@ -259,6 +276,17 @@ def test_arrays(rng, head_dim, name):
         "lengths": {"query_lengths": np.array([77]), "key_lengths": np.array([90])},
     }[name]
     check(q, k, v, arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", mask_views.VIEWS)
+@pytest.mark.parametrize("head_dim", [48, 64, 128, 192])
+def test_masks_of_any_strides(rng, head_dim, name):
+    q, k = ((*mask_views.SHAPES[n], head_dim) for n in "qk")
+    arrays = {"mask": mask_views.view(rng, name)}
+    normals = [rng.normal(size=x) for x in (q, k, k)]
+    check(*normals, arrays)
+    check(*normals, {**arrays, "key_lengths": np.array([150, 3])}, window=(60, 40))
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import fuzz_vjp
+import mask_views
 import numpy as np
 import pytest
 import test_sm80_backward
@@ -37,7 +38,7 @@ def problem(dtype="float32", head_dim=64, **options):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
-@pytest.mark.parametrize("head_dim", [32, 33, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [16, 32, 33, 64, 72, 128])
 @pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
 def test_takes(arch, precision, head_dim, options):
     asked = problem(head_dim=head_dim, precision=precision, **options)
@@ -94,8 +95,8 @@ def test_where_dk_and_dv_of_wide_heads_are_apart(options, apart):
         (problem(seqlen_q=63, seqlen_k=127), "sm_90a", "from 64 queries and keys on"),
         (problem(seqlen_q=127, seqlen_k=63), "sm_90a", "or 128 of either"),
         (problem(seqlen_k=0), "sm_90a", "no keys"),
-        (problem(head_dim=31), "sm_90a", "much more than out"),
-        (problem(head_dim=31, seqlen_q=64), "sm_90a", "much more than out"),
+        (problem(head_dim=15), "sm_90a", "much more than out"),
+        (problem(head_dim=15, seqlen_q=64), "sm_90a", "much more than out"),
         # Entries of the batch share k and v, whose parts do not: dk has one entry.
         (
             dataclasses.replace(
@@ -450,6 +451,17 @@ def test_all_options_at_once(cupy, rng, forced, head_dim):
         "window": (100, 60),
     }
     check(cupy, rng, (head_dim, head_dim), (4, 2), shape[2:], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", mask_views.VIEWS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_masks_of_any_strides(cupy, rng, forced, head_dim, name):
+    arrays = {n: (*x, head_dim) for n, x in mask_views.SHAPES.items()}
+    options = {"mask": mask_views.view(rng, name)}
+    agree(cupy, *inputs(rng, **arrays), **options)
+    options |= {"key_lengths": np.array([150, 3]), "window": (60, 40)}
+    agree(cupy, *inputs(rng, **arrays), **options)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+import mask_views
 import numpy as np
 import pytest
 import small_entries
@@ -122,6 +123,34 @@ def test_alibi_changes_one_kernel(head_dim):
     variant = ROW.config("", alibi, 1, 1).variant
     assert variant.entry == "attention_vjp_hopper"
     assert dict(variant.defines)["ALIBI_SLOPES_T"] == "float"
+
+
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
+def test_takes_a_mask_alone(bounds):
+    def refusal(head_dim, more=None, **options):
+        asked = problem(head_dim=head_dim, more=more, mask="bool", **bounds, **options)
+        return ROW.unsupported_reason(asked, HOPPER)
+
+    for head_dim in (2, 8, 33, 64, 65, 72, 96, 128):
+        assert refusal(head_dim) is None
+        assert "mask" in refusal(head_dim, {"deterministic": True})
+        assert "mask" in refusal(head_dim, softcap=3.0)
+        assert "mask" in refusal(head_dim, **ALIBI)
+        assert "sinks" in refusal(head_dim, sinks="float32")
+    assert "mask" in refusal(136)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_mask_changes_one_kernel(head_dim):
+    """Scores know nothing of it: it comes as bits."""
+    masked, plain = (
+        problem(head_dim=head_dim, **more).forward for more in ({"mask": "bool"}, {})
+    )
+    for part in ("_rows", "_dq"):
+        assert ROW.config(part, masked, 1, 1) == ROW.config(part, plain, 1, 1)
+    defines = dict(ROW.config("", masked, 1, 1).variant.defines)
+    assert defines.pop("MASK_WORDS") == "1"
+    assert defines == dict(ROW.config("", plain, 1, 1).variant.defines)
 
 
 def test_the_order_of_shared_queries_is_left_to_the_next_row():
@@ -387,6 +416,57 @@ def test_alibi_of_what_is_not_finite(cupy, rng, dtype, bad, dim):
     vjp_laws.what_is_not_seen_never_leaks(
         cupy, rng, dtype, bad, dim, alibi_slopes=given
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_a_mask_of_every_length(cupy, rng, dtype, name, seqlens, dims):
+    options = {"mask": rng.random((4, *seqlens)) < 0.7, **BOUNDS[name]}
+    check(cupy, rng, dtype, dims, (4, 2), seqlens, batch=(1,), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(), (6,), (1, 3, 1), (3, 6), (2, 1, 6), (2, 3, 1)])
+@pytest.mark.parametrize("batch_k", [(2, 3), (1, 3), (2, 1)])
+def test_a_mask_of_entries_that_share_keys(cupy, rng, shape, batch_k):
+    """A tile of keys meets heads with different masks."""
+    for causal in (False, True):
+        options = {"batch": (2, 3), "batch_k": batch_k, "causal": causal}
+        options["mask"] = rng.random((*shape, 150, 140)) < 0.7
+        for dims in ((96, 128), (64, 40)):
+            check(cupy, rng, "bfloat16", dims, (6, 2), (150, 140), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", mask_views.VIEWS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_of_any_strides(cupy, rng, head_dim, name):
+    arrays = {n: (*x, head_dim) for n, x in mask_views.SHAPES.items()}
+    mask = mask_views.view(rng, name)
+    for bounds in ({}, {"window": (30, 60)}):
+        agree(cupy, *inputs(rng, "float16", **arrays), mask=mask, **bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [5, -70, 1 << 20])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_mask_and_bounds_far_away(cupy, rng, offset, dim):
+    mask = rng.random((100, 300)) < 0.7
+    for bounds in ({}, {"causal": True}):
+        options = {"query_offset": offset, "mask": mask, **bounds}
+        check(cupy, rng, "float16", (dim, dim), (2, 1), (100, 300), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_mask_of_what_is_not_finite(cupy, rng, dtype, bad, dim):
+    mask = np.ones((1, 1), bool)
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, dtype, bad, dim, mask=mask)
 
 
 @pytest.mark.gpu

@@ -109,7 +109,7 @@ def test_takes_options(name, head_dim, dtype):
     if head_dim <= 64:
         too_wide = name in ("sinks", "key lengths", "lengths", "offsets")
     is_left = head_dim in (8, 33, 64, 256) and too_wide
-    is_faster = name == "alibi" and head_dim <= 128
+    is_faster = name in ("alibi", "mask", "mask of keys") and head_dim <= 128
     assert row.name == ("hopper" if is_faster else "mma" if is_left else "hopper_wide")
     again = dataclasses.replace(asked, deterministic=True)
     row, _ = kernel.select(ATTENTION_VJP_KERNELS, again, HOPPER)

@@ -47,40 +47,72 @@ template <int kLine> __device__ __forceinline__ int spot(int line, int n) {
   return line * (kLine + kPadding) + n;
 }
 
-// Starts copies of kLines lines of kLine numbers to shared memory; lines from
-// `num_lines` and numbers from `num` on are zeros.
-template <int kLines, int kLine>
-__device__ __forceinline__ void copy_lines(double* smem, const double* x,
-                                           index_t stride, int num_lines, int num) {
-  constexpr int kVectors = kLine / kVec, kCount = kLines * kVectors;
-  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
-  unsigned thread = threadIdx.x;
-  // Recompute addresses, rather than keep them in registers.
-  ptx::launder(thread);
-  if (aligned && num_lines >= kLines && num >= kLine && kCount % kNumThreads == 0) {
+// Copies of an operand to shared memory, kLines lines of kLine numbers a step, by all
+// threads. A thread keeps where it reads next, and little else: registers are scarce,
+// and what is computed in a step keeps the tensor cores waiting.
+template <int kLines, int kLine> struct copies_t {
+  static constexpr int kVectors = kLine / kVec;
+  static constexpr int kAtOnce = kNumThreads / kVectors;  // lines
+  static_assert(kNumThreads % kVectors == 0);
+  const double* next;
+
+  // Where a thread is in the lines.
+  struct place_t {
+    int line, at;
+    __device__ __forceinline__ place_t() {
+      unsigned thread = threadIdx.x;
+      ptx::launder(thread);  // recompute what depends on it
+      line = thread / kVectors;
+      at = thread % kVectors * kVec;
+    }
+  };
+
+  __device__ __forceinline__ void begin(const double* x, index_t stride) {
+    const place_t me;
+    next = x + me.line * stride + me.at;
+  }
+
+  // Starts the copies of a step; lines from `num_lines` and numbers from `num` on are
+  // zeros. The next step is `advance` numbers further.
+  template <bool kIsWhole = false>
+  __device__ __forceinline__ void copy(double* smem, index_t stride, index_t advance,
+                                       int num_lines = kLines, int num = kLine) {
+    const place_t me;
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem)) +
+                        spot<kLine>(me.line, me.at) * 8;
+    const bool aligned =
+        kIsWhole ||
+        ((reinterpret_cast<unsigned long long>(next) / 8 | stride) & 1) == 0;
+    const double* const from = next;
+    next += advance;
+    if (kLines % kAtOnce == 0 &&
+        (kIsWhole || (aligned && num_lines >= kLines && num >= kLine))) {
+      const double* x = from;
 #pragma unroll
-    for (int i = 0; i < kCount / kNumThreads; ++i) {
-      const int n = thread + i * kNumThreads;
-      const int line = n / kVectors, at = n % kVectors * kVec;
-      ptx::copy_or_fill<16>(to + spot<kLine>(line, at) * 8, x + line * stride + at, 16);
+      for (int i = 0; i < kLines; i += kAtOnce) {
+        ptx::copy_or_fill<16>(to + spot<kLine>(i, 0) * 8, x, 16);
+        if (i + kAtOnce < kLines) x += kAtOnce * stride;
+      }
+      return;
     }
-    return;
-  }
+    const double* const start = from - (me.line * stride + me.at);
+    const int left_of_line = min(max(8 * (num - me.at), 0), 16);
 #pragma unroll 1
-  for (int n = thread; n < kCount; n += kNumThreads) {
-    const int line = n / kVectors, at = n % kVectors * kVec;
-    const int left = line < num_lines ? min(max(8 * (num - at), 0), 16) : 0;
-    const double* const from = left > 0 ? x + line * stride + at : x;
-    const unsigned into = to + spot<kLine>(line, at) * 8;
-    if (aligned) {
-      ptx::copy_or_fill<16>(into, from, left);
-    } else {
-      ptx::copy_or_fill<8>(into, from, min(left, 8));
-      ptx::copy_or_fill<8>(into + 8, left > 8 ? from + 1 : x, max(left - 8, 0));
+    for (int i = 0; i < kLines; i += kAtOnce) {
+      const int line = i + me.line;
+      if (kLines % kAtOnce != 0 && line >= kLines) break;
+      const int left = line < num_lines ? left_of_line : 0;
+      const double* const x = left > 0 ? from + i * stride : start;
+      const unsigned into = to + spot<kLine>(i, 0) * 8;
+      if (aligned) {
+        ptx::copy_or_fill<16>(into, x, left);
+      } else {
+        ptx::copy_or_fill<8>(into, x, min(left, 8));
+        ptx::copy_or_fill<8>(into + 8, left > 8 ? x + 1 : start, max(left - 8, 0));
+      }
     }
   }
-}
+};
 
 // Position of a thread.
 struct thread_t {
@@ -128,14 +160,19 @@ struct ring_t {
     __syncthreads();  // the first stage has arrived
   }
 
-  // All warps have read the stage of `step`: refills it, and waits for the next one.
-  template <typename Fetch>
-  __device__ __forceinline__ void advance(int step, Fetch fetch) {
+  // All warps have read the stage, and the next one has arrived.
+  __device__ __forceinline__ void advance() {
     ptx::wait_copy_groups<kStages - 2>();
     __syncthreads();
-    if (step + kStages < num_steps) fetch(stage_at(stage), step + kStages);
-    ptx::commit_copy_group();
     stage = stage + 1 < kStages ? stage + 1 : 0;
+  }
+
+  // Refills the stage of `step`, which was before the current one.
+  template <typename Fetch>
+  __device__ __forceinline__ void refill(int step, Fetch fetch) {
+    const int previous = stage > 0 ? stage - 1 : kStages - 1;
+    if (step + kStages < num_steps) fetch(stage_at(previous), step + kStages);
+    ptx::commit_copy_group();
   }
 
   // Before other copies begin in the same memory.
@@ -203,7 +240,7 @@ __device__ __forceinline__ void multiply(sums_t& sums, ring_t& ring, int step, i
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
       const bool is_last = m + 1 == kTilesM;
-      if (is_last) ring.advance(step, fetch);
+      if (is_last) ring.advance();
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
         ptx::hold(step, kHold + m * kTilesN + n);
@@ -212,6 +249,7 @@ __device__ __forceinline__ void multiply(sums_t& sums, ring_t& ring, int step, i
         if (n == 1) load_a(m + 1);
         // A tile is free two products after its last one.
         if (is_last && n > 1) load_b(n - 2);
+        if (is_last && n + 1 == kTilesN) ring.refill(step, fetch);
         if (kScaled && m == 0) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) b[n][i] *= factor[i];

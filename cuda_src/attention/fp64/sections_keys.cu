@@ -23,7 +23,10 @@ struct block_t {
   index_t row, col;
   double scale;
   int num_rows;
-  // Of an entry that it sums; in shared memory, since registers are scarce.
+  // For the thread that computes the others; in shared memory, since registers are
+  // scarce.
+  index_t kept_index, j0, d0, split;
+  // Of an entry that it sums.
   int num_queries;
   const double *first, *second, *factor;
 };
@@ -61,6 +64,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     block.col = is_dv ? grads.col[1] : grads.col[0];
     block.scale = is_dv ? 1 : params.scale;
     block.num_rows = static_cast<int>(smaller(params.seqlen_k - j0, kBlockM));
+    block.kept_index = kept_index;
+    block.j0 = j0;
+    block.d0 = d0;
+    block.split = split;
     block.to = is_dv ? dv + kept.of[2] : dk + kept.of[1];
     block.to += j0 * block.row + d0 * block.col;
     if constexpr (kSplitsLoop) {
@@ -74,12 +81,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   sums_t sums;
   clear(sums);
   const auto store = [&] {
-    for_each_sum(sums, block.num_rows, num_cols, [&](int j, int d, double sum) {
-      grad_t& x = block.to[j * block.row + d * block.col];
-      const double term = sum * block.scale;
-      nonfinite |= !is_finite(term);
-      x = adds ? x + term : term;
-    });
+    const sums_place_t place = {block.to, block.row, block.col, block.num_rows,
+                                num_cols};
+    const double scale = block.scale;
+    nonfinite |= store_sums(sums, place, adds, [&](int) { return scale; });
     clear(sums);
     adds = true;
     run = 0;
@@ -90,28 +95,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const tile_coord_t at =
           grads.entry(params, block.kept.of[0], section.first_summed + summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
-      const range_t seen = queries_of_square(scores, params, square_of(j0));
+      const range_t seen = queries_of_square(scores, params, square_of(block.j0));
       auto [first, last] =
           loop_over(seen, section.first_row, section.first_row + section.num_rows);
-      if constexpr (kSplitsLoop) take_steps(first, last, split, num_splits);
+      if constexpr (kSplitsLoop) take_steps(first, last, block.split, num_splits);
       block.num_queries = static_cast<int>(last - first);
       block.first = (is_dv ? weights : score_grads) +
-                    section.matrix(kept_index * section.num_summed + summed) +
-                    (first - section.first_row) * section.cols + j0;
+                    section.matrix(block.kept_index * section.num_summed + summed) +
+                    (first - section.first_row) * section.cols + block.j0;
       block.second = is_dv ? at.at(dout, grads.dout) + first * grads.dout.row
                            : at.at(q, params.q) + first * params.q.row;
-      block.second += d0;
+      block.second += block.d0;
       block.factor = factor + at.row_of_heads * params.seqlen_q + first;
     }
     __syncthreads();  // `block` is complete
     const int num_steps = (block.num_queries + kStep - 1) / kStep;
+    const index_t row = is_dv ? grads.dout.row : params.q.row;
+    copies_t<kStep, kBlockM> first;
+    copies_t<kStep, kBlockN> second;
+    first.begin(block.first, section.cols);
+    second.begin(block.second, row);
     const auto fetch = [&](double* stage, int step) {
       const int from = kStep * step, left = block.num_queries - from;
-      const index_t row = is_dv ? grads.dout.row : params.q.row;
-      copy_lines<kStep, kBlockM>(stage, block.first + from * section.cols, section.cols,
-                                 kStep, kBlockM);
-      copy_lines<kStep, kBlockN>(stage + kSecondAt, block.second + from * row, row,
-                                 left, num_cols);
+      first.template copy<true>(stage, section.cols, kStep * section.cols);
+      second.copy(stage + kSecondAt, row, kStep * row, left, num_cols);
       const int n = threadIdx.x;
       if (n < kStep) {
         ptx::copy_or_fill<8>(

@@ -46,16 +46,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if constexpr (kSplitsLoop) take_steps(first, last, split, num_splits);
   }
   const int num_steps = static_cast<int>((last - first + kStep - 1) / kStep);
-  const double* const own =
-      score_grads + section.matrix(entry) + i_own * section.cols + first;
-  const double* const rows = at.at_kv(k, params.k) + first * params.k.row + d0;
-  const index_t num_keys = last - first;
+  const int num_keys = static_cast<int>(last - first);
   const int num_cols = static_cast<int>(params.head_dim - d0);
+  copies_t<kBlockM, kStep> own;
+  copies_t<kStep, kBlockN> rows;
+  own.begin(score_grads + section.matrix(entry) + i_own * section.cols + first,
+            section.cols);
+  rows.begin(at.at_kv(k, params.k) + first * params.k.row + d0, params.k.row);
   const auto fetch = [&](double* stage, int step) {
-    copy_lines<kBlockM, kStep>(stage, own + kStep * step, section.cols, kBlockM, kStep);
-    copy_lines<kStep, kBlockN>(stage + kSecondAt, rows + kStep * step * params.k.row,
-                               params.k.row, static_cast<int>(num_keys) - kStep * step,
-                               num_cols);
+    own.template copy<true>(stage, section.cols, kStep);
+    rows.copy(stage + kSecondAt, params.k.row, kStep * params.k.row,
+              num_keys - kStep * step, num_cols);
   };
   ring_t ring;
   ring.begin(num_steps, fetch);
@@ -77,11 +78,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     clear(sums);
     const int end = min(step + kRunSteps, num_steps);
     multiply<kByRows, kBySlots, false, 0>(sums, ring, step, end, fetch);
-    for_each_sum(sums, num_own, num_cols, [&](int i, int d, double sum) {
-      grad_t& x = to[i * row + d * col];
-      const double term = kSplitsLoop ? sum : sum * factor_of[i] * params.scale;
-      nonfinite |= !is_finite(term);
-      x = step > 0 ? x + term : term;
+    const sums_place_t place = {to, row, col, num_own, num_cols};
+    nonfinite |= store_sums(sums, place, step > 0, [&](int i) {
+      return kSplitsLoop ? 1 : factor_of[i] * params.scale;
     });
     step = end;
   } while (step < num_steps);

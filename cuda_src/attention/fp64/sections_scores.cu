@@ -77,17 +77,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int steps = seen ? static_cast<int>(params.head_dim + kStep - 1) / kStep : 0;
   const int steps_v =
       seen ? static_cast<int>(params.head_dim_v + kStep - 1) / kStep : 0;
+  copies_t<kBlockM, kStep> first;
+  copies_t<kBlockN, kStep> second;
   const auto fetch = [&](double* stage, int step) {
     const bool is_first = step < steps;
-    const int col = kStep * (is_first ? step : step - steps);
-    const int left =
-        static_cast<int>(is_first ? params.head_dim : params.head_dim_v) - col;
-    copy_lines<kBlockM, kStep>(stage, (is_first ? block.q : block.dout) + col,
-                               is_first ? params.q.row : grads.dout.row, block.num_rows,
-                               left);
-    copy_lines<kBlockN, kStep>(stage + kSecondAt, (is_first ? block.k : block.v) + col,
-                               is_first ? params.k.row : params.v.row, block.num_keys,
-                               left);
+    const index_t row = is_first ? params.q.row : grads.dout.row;
+    const index_t row_of_second = is_first ? params.k.row : params.v.row;
+    if (step == 0 || step == steps) {
+      first.begin(is_first ? block.q : block.dout, row);
+      second.begin(is_first ? block.k : block.v, row_of_second);
+    }
+    const int left = static_cast<int>(is_first ? params.head_dim : params.head_dim_v) -
+                     kStep * (is_first ? step : step - steps);
+    first.copy(stage, row, kStep, block.num_rows, left);
+    second.copy(stage + kSecondAt, row_of_second, kStep, block.num_keys, left);
   };
   ring_t ring;
   ring.begin(steps + steps_v, fetch);
@@ -159,18 +162,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   multiply<kByRows, kByRows, false, kHolds>(c, ring, steps, steps + steps_v, fetch);
 #pragma unroll
   for (int m = 0; m < kTilesM; ++m) {
+    // Read before the first is written: the compiler would wait for each of them.
+    double2 p[2][kTilesN];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const double* const from = row_at(product_of, m, h);
+#pragma unroll
+      for (int n = 0; n < kTilesN; ++n) p[h][n] = load2(from + 8 * n);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const double delta_of = block.delta[row_of(thread_t(), m, h)];
-      const double* const from = row_at(product_of, m, h);
       double* const to = row_at(block.score_grads, m, h);
 #pragma unroll
       for (int n = 0; n < kTilesN; ++n) {
-        const double2 p = load2(from + 8 * n);
-        const double x = p.x * (c[m][n][2 * h] - delta_of);
-        const double y = p.y * (c[m][n][2 * h + 1] - delta_of);
-        *reinterpret_cast<double2*>(to + 8 * n) = {is_unseen(p.x) ? -0.0 : x,
-                                                   is_unseen(p.y) ? -0.0 : y};
+        const auto [x, y] = p[h][n];
+        const double of_x = x * (c[m][n][2 * h] - delta_of);
+        const double of_y = y * (c[m][n][2 * h + 1] - delta_of);
+        *reinterpret_cast<double2*>(to + 8 * n) = {is_unseen(x) ? -0.0 : of_x,
+                                                   is_unseen(y) ? -0.0 : of_y};
       }
     }
   }

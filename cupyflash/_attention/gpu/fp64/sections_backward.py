@@ -111,6 +111,14 @@ class Section:
         return self.num_kept * self.num_summed
 
 
+@dataclass(frozen=True)
+class Narrow:
+    """Calls without options of narrow heads that the row takes."""
+
+    least_pairs: int  # of queries and keys, in all
+    most_pairs_of_head: float
+
+
 _SOURCES = {
     "scores": "attention/fp64/sections_scores.cu",
     "rows": "attention/fp64/sections_rows.cu",
@@ -121,6 +129,7 @@ _SOURCES = {
 # Parts that compute products, and the options that the others and they depend on.
 PRODUCTS = ("scores", "queries", "keys")
 _BOUNDS = ("query_offsets", "query_lengths", "key_lengths")
+_NOT_OF_NARROW = (*_BOUNDS, "left", "right", "sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +141,13 @@ class SectionsFloat64VjpKernel(BackwardSpec):
 
     tiles: tuple[Tile, ...]
     tiles_with_terms: tuple[Tile, ...]  # of scores with options
-    least: int  # columns of the larger head dimension
+    # Heads of `wide` columns (of the larger head dimension) and more are taken; others
+    # only where the next row would take longer, and never with few queries or keys.
+    wide: int
+    narrow: dict[int, Narrow]  # by columns, padded to whole steps
+    least_queries: int
+    least_keys: int
+    most_bytes: int  # of weights of narrow heads; the next row needs none
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward, counts = problem.forward, self.counts(problem, device)
@@ -141,12 +156,41 @@ class SectionsFloat64VjpKernel(BackwardSpec):
         )
         if reason is not None:
             return reason
-        if max(forward.head_dim, forward.head_dim_v) < self.least:
-            return f"takes heads of {self.least} columns or more"
+        if max(forward.head_dim, forward.head_dim_v) < self.wide:
+            if reason := self._refuses_narrow(forward):
+                return reason
         if forward.keys_of_part is not None:
             return "takes no parts of keys"
         if 0 in (forward.seqlen_q, forward.seqlen_k):
             return "there are no keys"
+        return None
+
+    def _refuses_narrow(self, forward: AttentionProblem) -> str | None:
+        """Why heads that the next row takes, too, are not taken, or None."""
+        columns = max(forward.head_dim, forward.head_dim_v)
+        bounds = self.narrow.get(-(-columns // STEP) * STEP)
+        if bounds is None:
+            return f"does not take {columns} columns: the next row pads them less"
+        if any(getattr(forward, name) is not None for name in _NOT_OF_NARROW):
+            return f"takes bounds and options of {self.wide} columns or more"
+        if attention_config.has_terms(forward):
+            return f"takes score options of {self.wide} columns or more"
+        queries, keys = forward.seqlen_q, forward.seqlen_k
+        pairs = attention_config.num_rows(forward) * keys
+        if (
+            pairs < bounds.least_pairs
+            or queries < self.least_queries
+            or keys < self.least_keys
+        ):
+            return "of few scores, seven products take less time than more launches"
+        least_bytes = _PAIR * max(SQUARE * keys, pairs // MOST_SECTIONS)
+        if least_bytes > self.most_bytes:
+            return f"would take {least_bytes} bytes for weights of {columns} columns"
+        if queries * keys > bounds.most_pairs_of_head:
+            return (
+                f"takes at most {bounds.most_pairs_of_head} scores of a head of "
+                f"{columns} columns: with more, sections add to each other too often"
+            )
         return None
 
     def counts(self, problem, device) -> dict[str, tuple[int, int]]:
@@ -293,7 +337,16 @@ _SMALL = (
 SECTIONS_F64_VJP = SectionsFloat64VjpKernel(
     name="sections_f64",
     dims=(256,),
-    least=129,
+    wide=129,
+    # As timed on an H200.
+    narrow={
+        64: Narrow(1 << 20, 1 << 18),
+        96: Narrow(1 << 20, 1 << 18),
+        128: Narrow(1 << 18, math.inf),
+    },
+    least_queries=32,
+    least_keys=64,
+    most_bytes=MOST_BYTES,
     tiles=(
         Tile(64, 128, 64, 32, 3, 2),
         Tile(128, 64, 64, 32, 3, 2),

@@ -48,10 +48,13 @@ def problem(head_dim=64, **options):
     "options", [{}, {"bias": "float64"}, {"softcap": 30.0}, {"scale": -1.0}]
 )
 def test_takes(arch, head_dim, options):
+    """Of calls with more scores, some have the row of sections."""
     device = _device.device_of_arch(arch)
-    asked = problem(head_dim, **options)
+    few = {"num_heads": 2, "num_kv_heads": 2, "seqlen_q": 200, "seqlen_k": 200}
+    asked = problem(head_dim, **few, **options)
     row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
     assert row is ROW
+    assert ROW.unsupported_reason(problem(head_dim, **options), device) is None
     for tile in ROW.fitting(asked.forward, device):
         config = ROW.config("keys", tile, asked.forward, 1, "float64", 1)
         # Static memory takes up to 3 KiB more.

@@ -75,6 +75,72 @@ def test_leaves_to_the_next_row(asked, arch, reason):
     assert kernel.select(ATTENTION_VJP_KERNELS, asked, device)[0] is not ROW
 
 
+def of_sizes(head_dim, heads, queries, keys, **options):
+    sizes = {"num_heads": heads, "seqlen_q": queries, "seqlen_k": keys}
+    return problem(head_dim, num_kv_heads=heads, **sizes, **options)
+
+
+WIDER = [
+    (1, 512, 512), (32, 512, 4096), (32, 4096, 512), (1, 4096, 4096), (1, 32, 1 << 17),
+    (128, 1 << 14, 1 << 13),
+]  # fmt: skip
+SMALL_HEADS = [(1024, 512, 512), (32, 256, 256), (1024, 32, 512), (1024, 512, 64)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("head_dim", "sizes"),
+    [
+        *itertools.product((113, 120, 128), WIDER + SMALL_HEADS),
+        *itertools.product((49, 64, 81, 96), SMALL_HEADS),
+    ],
+)
+def test_takes_narrow_heads(arch, head_dim, sizes):
+    device = _device.device_of_arch(arch)
+    asked = of_sizes(head_dim, *sizes)
+    assert kernel.select(ATTENTION_VJP_KERNELS, asked, device)[0] is ROW
+    # Grouped heads have the same products.
+    grouped = dataclasses.replace(asked.forward, num_kv_heads=1)
+    asked = dataclasses.replace(asked, forward=grouped)
+    assert kernel.select(ATTENTION_VJP_KERNELS, asked, device)[0] is ROW
+    # Either head dimension may be the larger one.
+    forward = dataclasses.replace(asked.forward, head_dim=16)
+    asked = dataclasses.replace(asked, forward=forward)
+    assert kernel.select(ATTENTION_VJP_KERNELS, asked, device)[0] is ROW
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        *(
+            (of_sizes(columns, 1024, 512, 512), f"does not take {columns} columns")
+            for columns in (1, 32, 33, 48, 65, 80, 97, 112)
+        ),
+        (of_sizes(128, 1024, 31, 512), "of few scores"),
+        (of_sizes(128, 1024, 512, 63), "of few scores"),
+        (of_sizes(128, 1, 512, 500), "of few scores"),
+        (of_sizes(64, 32, 128, 128), "of few scores"),
+        (of_sizes(64, 32, 512, 4096), "262144 scores of a head"),
+        (of_sizes(96, 32, 513, 512), "262144 scores of a head"),
+        (of_sizes(128, 1, 512, (1 << 17) + 1), "bytes for weights"),
+        (of_sizes(128, 128, 1 << 14, (1 << 13) + 1), "bytes for weights"),
+        (of_sizes(128, 32, 512, 512, right=0), "bounds and options"),
+        (of_sizes(128, 32, 512, 512, left=9), "bounds and options"),
+        (of_sizes(128, 32, 512, 512, sinks="float64"), "bounds and options"),
+        (of_sizes(128, 32, 512, 512, key_lengths="int32"), "bounds and options"),
+        (of_sizes(128, 32, 512, 512, bias="float64"), "score options"),
+        (of_sizes(128, 32, 512, 512, softcap=30.0), "score options"),
+        (of_sizes(128, 32, 512, 512, mask="bool"), "score options"),
+    ],
+)
+def test_leaves_narrow_heads_to_the_next_row(arch, asked, reason):
+    device = _device.device_of_arch(arch)
+    row, refused = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
+    assert row.name == "tiled_f64"
+    assert reason in dict(refused)["sections_f64"]
+
+
 def of_inputs(kept, summed, queries, keys):
     """The problem of `summed` heads of q of 256 columns for each of `kept` of k."""
     asked = problem(seqlen_q=queries, seqlen_k=keys, batch=(), num_heads=kept * summed)
@@ -141,6 +207,21 @@ def test_sizes(cupy, rng, seqlens, dims):
     arrays = inputs(rng, "float64", **shapes(*seqlens, *dims))
     agree(cupy, *arrays)
     agree(cupy, *arrays, causal=True)
+    assert "sections_f64" in launches(cupy, *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(140, 270), (300, 65)])
+@pytest.mark.parametrize("dims", [(128, 128), (65, 100), (16, 72), (33, 64)])
+def test_sizes_of_narrow_heads(cupy, rng, monkeypatch, seqlens, dims):
+    narrow = dataclasses.replace(ROW.narrow[128], least_pairs=0)
+    row = dataclasses.replace(ROW, narrow=dict.fromkeys((64, 80, 112, 128), narrow))
+    small_entries.change_tables(
+        monkeypatch,
+        lambda rows: tuple(row if x.name == row.name else x for x in rows),
+    )
+    arrays = inputs(rng, "float64", **shapes(*seqlens, *dims))
+    agree(cupy, *arrays)
     assert "sections_f64" in launches(cupy, *arrays)
 
 

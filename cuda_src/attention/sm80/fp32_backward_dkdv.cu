@@ -57,16 +57,18 @@ __device__ __forceinline__ auto& of_two(A& a, B& b) {
   }
 }
 
-// The unit of an operand: read early, unless two warps share keys, for then registers
-// do not hold it.
+// The unit of an operand: read early where the whole stage has arrived, unless two
+// warps share keys, for then registers do not hold it. With one stage an operand is
+// still on its way when the loop begins.
 struct unit_t {
+  static constexpr bool kEarly = kColumnWarps == 1 && kStages == 2;
   const unsigned char* operand;
   float early;
 
   __device__ __forceinline__ explicit unit_t(const unsigned char* of)
-      : operand(of), early(kColumnWarps == 1 ? tile_stats_of(of).from_parts : 0) {}
+      : operand(of), early(kEarly ? tile_stats_of(of).from_parts : 0) {}
   __device__ __forceinline__ float operator()() const {
-    return kColumnWarps == 1 ? early : tile_stats_of(operand).from_parts;
+    return kEarly ? early : tile_stats_of(operand).from_parts;
   }
 };
 

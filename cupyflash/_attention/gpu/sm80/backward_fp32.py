@@ -109,7 +109,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     least: int = 64
     least_of_longer: int = 128
     # Allowed bytes of split k and v per byte of out, or of dk and dv if they are more.
-    most_split_bytes: float = 8
+    most_split_bytes: float = 4
 
     def unsupported_reason(self, problem, device) -> str | None:
         forward = problem.forward

@@ -117,8 +117,9 @@ class TensorFloat64Kernel(ForwardSpec):
         """head_dim and head_dim_v as they are compiled."""
         asked = problem.head_dim, problem.head_dim_v
         # Two warps that share rows halve the columns, in steps of 16.
-        least = 32 if max(asked) > self.most_alone else 16
-        dim, dim_v = (next(n for n in self.dims if n >= max(x, least)) for x in asked)
+        step = 32 if max(asked) > self.most_alone else 16
+        dims = [n for n in self.dims if n % step == 0]
+        dim, dim_v = (next(n for n in dims if n >= x) for x in asked)
         return dim, dim_v
 
     def _tiles(self, problem, device):

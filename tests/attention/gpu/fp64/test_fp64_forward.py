@@ -1,6 +1,7 @@
 """The float64 row of the attention table: what it takes, its tiles, and its results."""
 
 import dataclasses
+import itertools
 
 import mask_views
 import numpy as np
@@ -85,6 +86,24 @@ def test_columns_are_padded_to_few_more():
     assert tuple(ROW._dims(problem(n))[0] for n in asked) == ROW.dims
     # Two warps that share rows have half of the columns each.
     assert ROW._dims(problem(16, head_dim_v=200)) == (32, 224)
+    assert ROW._dims(problem(48, head_dim_v=192)) == (64, 192)
+    assert ROW._dims(problem(129, head_dim_v=100)) == (160, 128)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_warps_that_share_rows_have_whole_steps_of_columns(arch):
+    device = _device.device_of_arch(arch)
+    widths = range(8, 257)
+    for dim, dim_v in itertools.product(widths, widths):
+        asked = problem(dim, head_dim_v=dim_v)
+        dims = ROW._dims(asked)
+        assert dims[0] >= dim
+        assert dims[1] >= dim_v
+        tiles = ROW._tiles(asked, device)
+        assert tiles
+        for tile in tiles:
+            assert all(n % (16 * tile.sharers) == 0 for n in dims)
+            assert dims[0] >= 16 * tile.sharers * tile.in_registers
 
 
 def test_a_card_with_little_shared_memory():

@@ -18,6 +18,9 @@ _STATIC_SMEM = 1024
 # Keys of a split, and queries of a block, where the keys of few heads are split.
 _LEAST_OF_SPLIT, _SMALLER_ROWS = 64, 64
 
+# More options of scores than these take the registers of a tile with part of q in them.
+_OPTIONS_BESIDE_Q = 3
+
 # Queries of a warp: rows of a fragment.
 WARP_ROWS = 16
 
@@ -89,6 +92,13 @@ def _spills_drifting(problem: AttentionProblem, device: Device) -> bool:
     return device.arch == "sm_100" and is_crowded
 
 
+def _num_options(problem: AttentionProblem) -> int:
+    """How many options of scores a kernel holds in registers, functions as one."""
+    arrays = (getattr(problem, name) for name in attention_config.OPTIONS)
+    others = problem.softcap > 0, problem.has_functions
+    return sum(x is not None for x in arrays) + sum(others)
+
+
 def _is_held(tile: Tile, dims: tuple[int, int], device: Device) -> bool:
     """Whether a multiprocessor holds `min_blocks` of them."""
     smem = tile.smem(*dims) + _STATIC_SMEM
@@ -126,6 +136,7 @@ class TensorFloat64Kernel(ForwardSpec):
         """The tiles that fit on `device`, all with the block_n of the first."""
         dims, drifts = self._dims(problem), not _spills_drifting(problem, device)
         has_terms = attention_config.has_terms(without_bits(problem))
+        is_crowded = _num_options(problem) > _OPTIONS_BESIDE_Q
         tiles = [
             tile
             for tile in kernel.by_threshold(self.tiles, max(dims))
@@ -133,6 +144,7 @@ class TensorFloat64Kernel(ForwardSpec):
             and (drifts or not tile.drifts)
             and not (drifts and tile.if_others_spill)
             and not (tile.only_plain and has_terms)
+            and not (tile.in_registers and is_crowded)
             and not (tile.if_held and not _is_held(tile, dims, device))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)

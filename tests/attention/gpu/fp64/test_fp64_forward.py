@@ -198,6 +198,22 @@ def test_two_buffers_where_kernels_with_three_spill(arch, options, buffers):
     assert ROW.tile(asked, device).slots == buffers
 
 
+@pytest.mark.parametrize(
+    ("options", "in_registers"),
+    [
+        ({}, 1),
+        ({"bias": "float64", "mask": "bool", "softcap": 30.0}, 1),
+        ({"query_lengths": "int32", "key_lengths": "int32", "sinks": "float64"}, 1),
+        ({**TERMS["lengths"], **TERMS["bias"], "mask": "bool"}, 0),
+        (samples._ALL_OPTIONS, 0),
+    ],
+)
+def test_no_part_of_q_in_registers_beside_many_options(options, in_registers):
+    tile = ROW.tile(problem(256, **options), HOPPER)
+    assert tile.in_registers == in_registers
+    assert tile.block_n == ROW.tile(problem(256), HOPPER).block_n
+
+
 def check(q, k, v, arrays=None, **options):
     import cupy
 

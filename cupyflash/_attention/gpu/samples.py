@@ -96,6 +96,8 @@ def representative():
         yield made_up(dtype), 1
     for head_dim, dtype in itertools.product((128, 256, 512), ("float32", "float64")):
         yield made_up(dtype, head_dim), 1
+    for head_dim in (128, 256):
+        yield made_up("float32", head_dim, mask="bool"), 1
     for name, options in _SWITCHES.items():
         if name != "plain":
             yield made_up("float32", **options), 1

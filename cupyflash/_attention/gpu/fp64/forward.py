@@ -260,9 +260,12 @@ def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
             {},
             {"key_lengths": "int32", "sinks": "float64"},
             {"bias": "float64", "mask": "bool"},
+            {"mask": "bool", "key_lengths": "int32"},  # as bits
             {"softcap": 30.0, "alibi_slopes": "float64"},
         ):
             asked = make("float64", head_dim, **options)
             yield asked, 1
             for queries in (16, 32) if 64 < head_dim <= 128 else ():
                 yield replace(asked, seqlen_q=queries, **few), 1
+    for head_dim in (48, 80, 112, 160, 224):
+        yield make("float64", head_dim), 1

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import small_entries
-from accuracy import assert_as_accurate, max_error, to_host
+from accuracy import max_error, to_host
 from placing import ROW_FORMS, place
 from test_attention_vjp import agree, gradients, inputs
 from test_fp64_backward import ARCHS, HOPPER, OPTIONS, launches, shapes
@@ -192,14 +192,22 @@ def test_strides(cupy, rng, form):
 @pytest.mark.parametrize("seqlens", [(4, 60), (16, 1500)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
-    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, head_dim))
-    q[:, ::5] *= 2
-    grads = gradients(cupy, q, k, v, dout)
-    exact = reference_vjp.attention_vjp(dout, q, k, v)
-    plain = reference_vjp.plain_attention_vjp(dout, q, k, v)
-    for got, standard, best in zip(grads[:3], plain[:3], exact[:3], strict=True):
-        assert_as_accurate(to_host(got), standard, best, factor=3.0)
-        assert max_error(got, best) <= 1e-13 * np.abs(best).max()
+    """In the mean of ten draws: in one, either can be lucky."""
+    errors = []
+    for _ in range(10):
+        q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, head_dim))
+        q[:, ::5] *= 2
+        grads = gradients(cupy, q, k, v, dout)
+        exact = reference_vjp.attention_vjp(dout, q, k, v)
+        plain = reference_vjp.plain_attention_vjp(dout, q, k, v)
+        for got, standard, best in zip(grads[:3], plain[:3], exact[:3], strict=True):
+            size = np.abs(best).max()
+            pair = max_error(got, best), max_error(standard, best)
+            errors.append([float(x / size) for x in pair])
+    errors = np.reshape(errors, (10, 3, 2))
+    assert errors[..., 0].max() <= 1e-13
+    got, standard = errors.mean(axis=0).T
+    assert (got <= 3 * standard + np.finfo(np.float64).eps).all(), (got, standard)
 
 
 @pytest.mark.gpu

@@ -436,7 +436,9 @@ def test_rows_and_keys_behind_a_mask_get_zeros(cupy, rng, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bias", "mask", "softcap", "causal lengths"])
-def test_the_same_bits_with_options(cupy, rng, name):
+def test_the_same_bits_with_options(cupy, rng, monkeypatch, name):
+    if name in MASKS:
+        leave_out(monkeypatch, "hopper")
     options = options_of(name, rng, 2, 8, 704, 912)
     arrays = inputs(rng, "bfloat16", q=(2, 8, 704, 128), k=(2, 2, 912, 128))
     first = gradients(cupy, *arrays, **options)

@@ -57,9 +57,9 @@ template <int kLines, int kLine> struct copies_t {
   const double* next;
 
   // Where a thread is in the lines.
-  struct place_t {
+  struct lane_coord_t {
     int line, at;
-    __device__ __forceinline__ place_t() {
+    __device__ __forceinline__ lane_coord_t() {
       unsigned thread = threadIdx.x;
       ptx::launder(thread);  // recompute what depends on it
       line = thread / kVectors;
@@ -68,7 +68,7 @@ template <int kLines, int kLine> struct copies_t {
   };
 
   __device__ __forceinline__ void begin(const double* x, index_t stride) {
-    const place_t me;
+    const lane_coord_t me;
     next = x + me.line * stride + me.at;
   }
 
@@ -77,7 +77,7 @@ template <int kLines, int kLine> struct copies_t {
   template <bool kIsWhole = false>
   __device__ __forceinline__ void copy(double* smem, index_t stride, index_t advance,
                                        int num_lines = kLines, int num = kLine) {
-    const place_t me;
+    const lane_coord_t me;
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem)) +
                         spot<kLine>(me.line, me.at) * 8;
     const bool aligned =

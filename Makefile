@@ -41,6 +41,9 @@ CLANG_FORMAT := $(VENV)/bin/clang-format
 STAMP = $(VENV)/.installed-$(1)
 endif
 
+# A test that hangs is a failure after 15 minutes; the longest takes one or two.
+PYTEST = -m pytest -n $(JOBS) --timeout 900 $(PYTEST_ARGS)
+
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "cupyflash needs Python 3.11 or newer"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo \
@@ -84,10 +87,10 @@ demo: $(call STAMP,demo)  ## Fit simulations, estimate a density, compare the me
 	@$(PY) -m cupyflash demo $(DEMO_ARGS)
 
 test: $(call STAMP,test)  ## All tests that this machine can run
-	$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PY) $(PYTEST)
 
 floors: $(FLOORS)/.installed  ## The CPU tests with the oldest Python, NumPy and SciPy
-	$(FLOORS)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(FLOORS)/bin/python $(PYTEST)
 
 lint: $(call STAMP,lint)  ## ruff, clang-format, mypy
 	$(PY) -m ruff check .

@@ -84,13 +84,21 @@ _CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
 }
 
 
+def _name(function):
+    """A function with its package: cupyflash.points has a logsumexp, too."""
+    name = getattr(function, "__qualname__", None)
+    package = (getattr(function, "__module__", None) or "").partition("._")[0]
+    return f"{package}.{name}" if name and package else repr(function)
+
+
 def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Show which kernel a call would run, and why, without running it.
 
     Parameters
     ----------
     function : callable or str
-        A function of this package, or its name.
+        One of the softmax and attention functions of `cupyflash`, or its name. Those of
+        its submodules, such as `cupyflash.points`, are not explained.
     *args, **kwargs
         The arguments of the call.
 
@@ -102,8 +110,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     Raises
     ------
     ValueError
-        If `function` does not belong to this package. Also raises whatever the call
-        itself would raise for its arguments.
+        If `function` is any other. Also raises whatever the call itself would raise for
+        its arguments.
 
     Examples
     --------
@@ -119,7 +127,8 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         check, module = _CHECKS[function]
     except (KeyError, TypeError):
         raise ValueError(
-            f"function must be one of {', '.join(names)}, got {function!r}"
+            f"function must be one of {', '.join(names)} of cupyflash itself, got "
+            f"{_name(function)}"
         ) from None
     signature = inspect.signature(function)
     unknown = {n: x for n, x in kwargs.items() if n not in signature.parameters}

@@ -115,6 +115,13 @@ def test_other_functions_are_refused(function):
         cupyflash.explain(function, np.ones(3))
 
 
+def test_a_function_of_a_submodule_is_named_with_it():
+    for function in (cupyflash.points.logsumexp, cupyflash.points.GaussianKDE):
+        name = f"cupyflash.points.{function.__name__}"
+        with pytest.raises(ValueError, match=f"of cupyflash itself, got {name}$"):
+            cupyflash.explain(function, np.ones((3, 1)), np.ones((3, 1)))
+
+
 def test_bad_arguments_raise_as_the_call_does(xp, rng):
     with pytest.raises(ValueError, match="method must be one of"):
         cupyflash.explain("softmax", xp.ones(3), method="quick")

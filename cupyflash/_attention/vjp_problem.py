@@ -135,6 +135,10 @@ def attention_vjp(
         if asked and given is None:
             raise ValueError(f"need_d{name}=True asks for the gradient of {name}=None")
     has_names = not (isinstance(need_dscore, (tuple, list, str)) and not need_dscore)
+    if lse is None and not any(x is None for x in (q, k, v, dout, out)):
+        raise TypeError(
+            "lse must be an array, got None; attention(..., return_lse=True) returns it"
+        )
     _, a = arrays.adopt_all(
         6, q=q, k=k, v=v, dout=dout, out=out, lse=lse, bias=bias, sinks=sinks, dlse=dlse
     )

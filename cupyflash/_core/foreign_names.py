@@ -1,5 +1,6 @@
 """Names of arguments in other packages, and their names here."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -99,12 +100,20 @@ _NAMES = {
 }  # fmt: skip
 
 
+# The arguments of each function, those of the plain one where others have its name.
+_PARAMETERS: dict[str, list[str]] = {}
+
+
 def refuse(function: str, unknown: dict[str, Any]) -> NoReturn:
     """TypeError for unknown arguments, with the name that is meant."""
     name = next(iter(unknown))
     text = f"{function}() got an unexpected keyword argument {name!r}"
     if ours := _NAMES.get(function, {}).get(name):
         text += f"; here it is {ours}"
+    elif name in (parameters := _PARAMETERS.get(function, [])):
+        text += f"; only cupyflash.{function}() takes it"
+    elif close := difflib.get_close_matches(name, parameters, 1, cutoff=0.7):
+        text += f"; did you mean {close[0]}?"
     raise TypeError(text)
 
 
@@ -125,6 +134,7 @@ def documented(*needed: str) -> Callable[[F], F]:
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=shown
         )
+        _PARAMETERS.setdefault(function.__name__, [p.name for p in shown])
         return function
 
     return show

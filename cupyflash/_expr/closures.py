@@ -240,5 +240,6 @@ def _instead(name, value):
         instead = "write it as a plain function (def or lambda)"
     else:
         instead = "bind the number that it holds to a name, outside of the function"
-    kind = "class" if isinstance(value, type) else type(value).__name__
-    return f"{name}, a {kind}, is closed over: {instead}"
+    kind = "a class" if isinstance(value, type) else f"a {type(value).__name__}"
+    kind = "an array" if hasattr(value, "dtype") else kind
+    return f"{name}, {kind}, is closed over: {instead}"

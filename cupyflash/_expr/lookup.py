@@ -122,9 +122,10 @@ def _of_partial(function, what):
 
 
 def _refuse_kind(function, what):
+    hint = "; call it inside one" if callable(function) else ""
     raise TypeError(
         f"{what} must be a plain function (def or lambda), got "
-        f"{type(function).__name__}; call it from one"
+        f"{type(function).__name__}{hint}"
     )
 
 
@@ -176,7 +177,16 @@ def trace(function, arrays, mask, values, functions, names=()):
     code = function.__code__
     start = start_of(code)
     state = Trace(values)
-    copy, number_names = with_parameters(functions, state)
+    try:
+        copy, number_names = with_parameters(functions, state)
+    except TypeError:  # one of ours that makes a function is none itself
+        if not (function.__module__ or "").startswith("cupyflash.scores."):
+            raise
+        name, option = function.__name__, "mask" if mask else "score"
+        raise TypeError(
+            f"scores.{name} makes a function: pass what it returns, as in "
+            f"{option}=scores.{name}(...)"
+        ) from None
     given = _arguments(function, arrays, mask, state, start, names)
     try:
         with np.errstate(all="ignore"), unhidden():  # of what it does with literals

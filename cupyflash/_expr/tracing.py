@@ -50,7 +50,10 @@ class Trace:
     def demand(self, x: Node, what: str, instead: str) -> Any:
         """The same; the numbers are pinned, and what is not known is refused."""
         if x.free:
-            fail(f"{what}: the value is not known yet, write {instead}")
+            fail(
+                f"{what} would need a value, which is not known while the function is "
+                f"traced; write {instead}"
+            )
         self.pinned.update(n.value for n in order(x) if n.op == "param")
         return self.peek(x)
 

@@ -177,20 +177,21 @@ _ROWS = (
 )
 KERNELS = {row.name: row for row in _ROWS}
 NAMES = tuple(row.name for row in _ROWS[:7])
+POSITIVE = tuple(name for name in NAMES if not KERNELS[name].sum_only)
 
 
 def find(kernel: Any, reduction: str) -> Kernel:
     """The row that the caller's ``kernel=`` means; ValueError, TypeError."""
     if callable(kernel):
         return _traced(kernel)
-    _arrays.check_choice("kernel", kernel, NAMES)
-    row = KERNELS[kernel]
-    if row.sum_only and reduction != "kernel_sum":
+    names = NAMES if reduction == "kernel_sum" else POSITIVE
+    if isinstance(kernel, str) and kernel in NAMES and kernel not in names:
         raise ValueError(
             f"kernel {kernel!r} has negative values, whose logarithm {reduction} "
             "cannot take: use kernel_sum"
         )
-    return row
+    _arrays.check_choice("kernel", kernel, names)
+    return KERNELS[kernel]
 
 
 def slope_of(kernel: Kernel) -> tuple[Kernel, float]:

@@ -80,6 +80,10 @@ def count(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
+# Kernels by name of which a mean can be taken.
+POSITIVE_KERNELS = kernels.POSITIVE
+
+
 def check_finite(name: str, x: Any) -> None:
     """Refuse NaN and infinities; on a GPU that waits for the device."""
     if not bool((abs(x) < np.inf).all()):

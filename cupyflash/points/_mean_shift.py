@@ -120,7 +120,10 @@ def mean_shift(
     bandwidth = _arrays.finite_number("bandwidth", bandwidth)
     cluster_all = _arrays.check_bool("cluster_all", cluster_all)
     max_iter = points_problem.count("max_iter", max_iter)
-    kernel = _flat if isinstance(kernel, str) and kernel == "flat" else kernel
+    if not callable(kernel):
+        choices = *points_problem.POSITIVE_KERNELS, "flat"
+        _arrays.check_choice("kernel", kernel, choices)
+    kernel = _flat if kernel == "flat" else kernel
     done, moved = 0, math.inf
     while True:
         new, lse = mean(at, x, x, kernel=kernel, bandwidth=bandwidth, return_lse=True)

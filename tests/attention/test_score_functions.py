@@ -615,6 +615,14 @@ class OnGpu:
         ),
         ({"score": lambda s, *, w: s + w[0]}, TypeError, "asks for w"),
         ({"score": lambda i, j: i < j}, TypeError, "a score returns a number"),
+        ({"score": np.tanh}, TypeError, r"got ufunc; call it inside one$"),
+        ({"score": "relu"}, TypeError, r"\(def or lambda\), got str$"),
+        (
+            {"mask": scores.sliding_window},
+            TypeError,
+            r"makes a function: .*, as in mask=scores.sliding_window\(...\)$",
+        ),
+        ({"score": scores.t5_bias}, TypeError, r"as in score=scores.t5_bias\(...\)$"),
     ],
 )
 def test_errors(options, kind, message):

@@ -54,7 +54,7 @@ REFUSALS = {
         TypeError,
         "lse must be float32, got float64",
     ),
-    "no lse": ({"lse": None}, TypeError, "lse must be an array, got None"),
+    "no lse": ({"lse": None}, TypeError, "lse must be an array, got None; attention"),
     "shape of dlse": (
         {"dlse": of((2, 4, 3, 1))},
         ValueError,

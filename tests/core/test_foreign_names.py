@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import cupyflash
+import cupyflash.distributed
 from cupyflash._core import foreign_names
 
 FUNCTIONS = {name: getattr(cupyflash, name) for name in foreign_names._NAMES}
@@ -42,6 +43,27 @@ def test_unknown_and_missing_arguments(function):
     first = "q" if function == "attention_vjp" else first
     with pytest.raises(TypeError, match=f"^{first} must be an array, got None$"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "meant"),
+    [
+        ("attention", "casual", "causal"),
+        ("attention", "return_lses", "return_lse"),
+        ("attention", "key_length", "key_lengths"),
+        ("softmax", "axes", "axis"),
+        ("logsumexp", "keep_dims", "keepdims"),
+    ],
+)
+def test_a_slip_of_the_pen(function, name, meant):
+    with pytest.raises(TypeError, match=f"{name!r}; did you mean {meant}\\?$"):
+        FUNCTIONS[function](X, **{name: True})
+
+
+def test_an_argument_of_the_plain_function_alone():
+    call = cupyflash.distributed.attention
+    with pytest.raises(TypeError, match=r"only cupyflash.attention\(\) takes it$"):
+        call(X, X, X, score=lambda s: s)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

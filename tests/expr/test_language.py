@@ -404,7 +404,7 @@ ERRORS = [
     (lambda s, i: np.add(s, i, where=True), TypeError, "without other arguments"),
     (lambda s, i: np.add.reduce(s), TypeError, "only np.f"),
     (lambda s: np.asarray(s), TypeError, "cannot become an array"),
-    (lambda s: min(s, 3), TypeError, "np.minimum"),
+    (lambda s: min(s, 3), TypeError, "would need a value, .* np.minimum"),
     (lambda s, i: sum(s for _ in range(i)), TypeError, r"range\(\)"),
     (lambda s, i: s + {i: 1}[i], TypeError, "cannot be a key of a dict or set"),
     (lambda s, i: s + np.array([1.0, 2.0]), TypeError, "ndarray in a traced"),
@@ -413,6 +413,7 @@ ERRORS = [
     (lambda s: s + undefined, TypeError, "undefined"),  # noqa: F821
     (lambda s: [x for x in s], TypeError, "one number"),
     (lambda s: s + HELD[0][1], TypeError, "HELD, a tuple, is closed over"),
+    (lambda s, i: s + TABLE[i], TypeError, "TABLE, an array, is closed over"),
     (lambda s: s + 2**70, TypeError, "64 bits"),
 ]
 

@@ -64,5 +64,7 @@ def test_errors():
         points.mean_shift(np.array([[0.0], [np.nan]]), 1.0)
     with pytest.raises(ValueError, match="max_iter must be at least 0, got -1"):
         points.mean_shift(np.zeros((3, 2)), 1.0, max_iter=-1)
+    with pytest.raises(ValueError, match="'inverse_multiquadric', 'flat', got 'round'"):
+        points.mean_shift(np.zeros((3, 2)), 1.0, kernel="round")
     with pytest.raises(TypeError, match="cluster_all must be a bool"):
         points.mean_shift(np.zeros((3, 2)), 1.0, cluster_all="all")

@@ -1,5 +1,6 @@
 """Kernel matrices as linear operators."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +130,7 @@ class KernelOperator(_Products, LinearOperator):
     """Matrix of kernels of two clouds as a linear operator, never stored.
 
     ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``, computed in the dtype of the
-    points. `v` may have any dtype, also a complex one. With NumPy arrays you get a
+    points. `v` may have any dtype, even a complex one. With NumPy arrays you get a
     `scipy.sparse.linalg.LinearOperator` for SciPy's solvers, with CuPy arrays that of
     `cupyx.scipy` for CuPy's.
 
@@ -181,6 +182,11 @@ class KernelOperator(_Products, LinearOperator):
         diagonal: float = 0.0,
     ):
         _initialise(self, LinearOperator, x, y, kernel, bandwidth, diagonal)
+
+    # What help() shows: __new__ lets subclasses take other arguments.
+    __signature__ = inspect.Signature(
+        list(inspect.signature(__init__).parameters.values())[1:]
+    )
 
 
 def _initialise(self, base, x, y, kernel, bandwidth, diagonal):

@@ -6,7 +6,7 @@ recompile anything. Arrays go into ``score_arrays=`` or ``mask_arrays=`` under t
 names after ``*``. Positions count along the keys: `query_offset` has been added to i.
 
 Functions that close over numbers can be sent to other processes by cloudpickle, which
-Dask uses, but not by pickle: there, send the numbers and make the function anew.
+Dask uses, but not by pickle: there, send the numbers and make the function again.
 """
 
 from cupyflash.scores._masks import (

@@ -9,7 +9,9 @@ from cupyflash.scores import _arguments
 
 
 def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
-    """Mask of `left` keys before a query, its own, and `right` after, as ``window=``.
+    """Mask that shows `left` keys before a query, its own, and `right` after it.
+
+    Does the same as ``window=(left, right)``.
 
     Examples
     --------
@@ -26,7 +28,7 @@ def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
 
 
 def prefix_lm(b: Any, i: Any, j: Any, *, prefix: Any) -> Any:
-    """Mask of a prefix, which all queries see, and of the keys up to the query.
+    """Mask that shows the keys of a prefix, and those up to the query.
 
     Parameters
     ----------
@@ -44,7 +46,7 @@ def prefix_lm(b: Any, i: Any, j: Any, *, prefix: Any) -> Any:
 
 
 def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
-    """Mask of the keys of the same document, where several share a sequence.
+    """Mask that shows the keys of the same document, if several share a sequence.
 
     Parameters
     ----------
@@ -58,7 +60,7 @@ def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
 
 
 def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
-    """Mask of every `dilation`-th key before a query, `count` of them, and its own.
+    """Mask that shows a query's own key, and `count` before it, `dilation` apart.
 
     As described in [1]_.
 
@@ -79,11 +81,11 @@ def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
 
 
 def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
-    """Mask of a square of pixels around a pixel, for an image stored row by row.
+    """Mask that shows the square around a pixel, for an image stored row by row.
 
     As described in [1]_.
 
-    At the border the square is moved, so that every pixel sees ``kernel**2`` of them.
+    At the border the square is moved, so that every pixel sees ``kernel**2`` pixels.
 
     Parameters
     ----------

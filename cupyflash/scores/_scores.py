@@ -69,12 +69,12 @@ def t5_bias(
     Parameters
     ----------
     num_buckets : int, default 32
-        Half of them are for keys after the query if `bidirectional`. At least 4 then,
-        and 2 otherwise.
+        At least 4 if `bidirectional`, when half of them are for keys after the query;
+        otherwise at least 2.
     max_distance : int, default 128
-        Keys at this distance or farther share one bucket. At least a quarter of
-        `num_buckets` if `bidirectional`, and half of it otherwise: so many nearby
-        distances have buckets of their own.
+        Keys at this distance or farther share one bucket. At least as many as there
+        are nearby distances with a bucket of their own: a quarter of `num_buckets` if
+        `bidirectional`, otherwise half of it.
     bidirectional : bool, default True
         False if queries see no later keys.
 

@@ -1,5 +1,7 @@
 """Kernel matrices as operators beside dense ones."""
 
+import inspect
+
 import numpy as np
 import pytest
 from scipy.sparse.linalg import LinearOperator, cg
@@ -69,3 +71,8 @@ def test_vectors_of_other_dtypes():
     found = operator @ (real + 1j * imaginary)
     assert (found.real == operator @ real).all()
     assert (found.imag == operator @ imaginary).all()
+
+
+def test_help_shows_its_arguments():
+    shown = list(inspect.signature(points.KernelOperator).parameters)
+    assert shown == ["x", "y", "kernel", "bandwidth", "diagonal"]

@@ -195,10 +195,9 @@ figures("cuda/test_compiler.py")
 #
 # racecheck does not follow every barrier: not ``bar.arrive``, nor one lane that arrives
 # for its warp. Kernels that use these are compiled for it so that each lane arrives.
-# A run over all 42 rows on an H100 reported a race in the gradients of 64 columns with
-# a causal mask or a window. It is real and does no harm: threads that load nothing
-# read, and ignore, what another one may be writing. The kernel that racecheck sees does
-# not read there; the last run, with it, found nothing in any row.
+# It once reported a race in the gradients of 64 columns with a causal mask or a window,
+# on an H100. The race is real and does no harm: threads that load nothing read, and
+# ignore, what another one may be writing. The build for racecheck does not read there.
 
 sanitizer = record.get("sanitizer", {"version": "not run", "tools": {}})
 print(f"compute-sanitizer {sanitizer['version']}")
@@ -219,11 +218,6 @@ for tool, rows in sanitizer["tools"].items():
 # Found by reading, by random problems and by the sanitizers, with the tests that now
 # guard against them (``tests/record/defects.tsv``). D marks wrong results and crashes,
 # C broken promises.
-
-# The fuzz in this record has seven bad problems of one kind: one query of 192 or 256
-# columns, a multiple of a key, so that tensor cores cut off all products to one side.
-# The bound was too small for that. :doc:`/guides/precision` has the one that holds, and
-# the seven pass with it.
 
 defects = (RECORD.parent / "defects.tsv").read_text("utf-8").splitlines()[1:]
 for name, what, tests in (line.split("\t") for line in defects):

@@ -169,8 +169,9 @@ axes[0].set_ylabel("query")
 # %%
 # Ready-made functions
 # --------------------
-# ``cupyflash.scores`` has these masks and several scores, each a few lines long. Use
-# them as they are, or as a starting point for your own.
+# ``cupyflash.scores`` has these masks, and the scores ``alibi``, ``softcap``,
+# ``t5_bias``, ``soft_nearest_neighbor`` and ``debye``, each a few lines long. Use them
+# as they are, or as a starting point for your own.
 
 soft_window = attention(
     q, k, v, mask=scores.sliding_window(32), **call, softcap=20.0, sinks=np.zeros(4)

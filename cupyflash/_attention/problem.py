@@ -335,9 +335,12 @@ def _check_terms(a, given, scores, dtype):
         bias = _arrays.broadcast_view("bias", bias, scores, meaning)
     if (mask := a["mask"]) is not None:
         if mask.dtype != np.bool_:
+            advice = "an additive mask goes into bias"
+            if mask.dtype.kind in "iu":  # zeros and ones, as tokenizers make them
+                advice = "write mask != 0 if 1 means attend"
             raise TypeError(
                 f"mask must be bool (True = attend), got {_arrays.dtype_name(mask)}; "
-                "an additive mask goes into bias"
+                + advice
             )
         mask = _arrays.broadcast_view("mask", mask, scores, meaning)
     if (sinks := a["sinks"]) is not None:

@@ -172,7 +172,7 @@ def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]
     """
     for name in list(given)[:num_needed]:
         if given[name] is None:
-            raise TypeError(f"{name} must be an array, got None")
+            raise TypeError(f"{name} must be an array, got None; it is not optional")
     arrays = {
         name: x if x is None or is_scalar(x) else _adopt_as(name, x)
         for name, x in given.items()

@@ -284,7 +284,7 @@ def gradients(
     given = Given(*map(_shape, (x, y, values, log_weights, bandwidth)))
     first = next(iter(results))
     if results[first] is None:
-        raise TypeError(f"{first} must be an array, got None")
+        raise TypeError(f"{first} must be an array, got None; it is not optional")
     _, arrays = _arrays.adopt_all(1, x=x, **results)
     found: dict[str, Any] = {}
     for name in results:

@@ -108,7 +108,11 @@ REFUSALS = {
         ValueError,
         "layout must be one of 'bhsd', 'bshd', got array",
     ),
-    "no q": ({"q": None}, TypeError, "q must be an array, got None"),
+    "no q": (
+        {"q": None},
+        TypeError,
+        "q must be an array, got None; it is not optional",
+    ),
     "no v": ({"v": None}, TypeError, "v must be an array, got None"),
     "q of uneven rows": (
         {"q": [[1.0, 2.0], [3.0]]},
@@ -222,6 +226,11 @@ REFUSALS = {
         {"mask": lambda xp: xp.ones((3, 5))},
         TypeError,
         r"mask must be bool \(True = attend\), got float64; an additive mask goes",
+    ),
+    "mask of integers": (
+        {"mask": lambda xp: xp.ones((3, 5), xp.int64)},
+        TypeError,
+        r"mask must be bool .*, got int64; write mask != 0 if 1 means attend",
     ),
     "mask of another shape": (
         {"mask": lambda xp: xp.ones((2, 5), bool)},

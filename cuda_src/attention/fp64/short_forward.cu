@@ -111,7 +111,7 @@ __device__ __forceinline__ void copy_unit(double* smem, const double* x, index_t
                                           int num_rows, int dim) {
   constexpr int kLanes = kTeam * kWarpSize;
   constexpr int kVectors = kUnit / kVec, kStep = kLanes / kVectors;  // rows at once
-  static_assert(kStep <= 8);
+  static_assert(kStep <= kWarpRows);
   unsigned lane = threadIdx.x % kLanes;
   ptx::launder(lane);  // recompute addresses, rather than keep them in registers
   const int first = lane / kVectors, vector = lane % kVectors;

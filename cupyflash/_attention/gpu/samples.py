@@ -265,6 +265,9 @@ def _short():
         of_doubles = replace(made_up("float64", head_dim), **{**few, "seqlen_k": keys})
         yield replace(of_doubles, seqlen_q=20), 1
         yield replace(of_doubles, seqlen_q=20, **_ALL_OPTIONS), 2
+    few = {"num_heads": 2, "num_kv_heads": 2, "seqlen_q": 20, "seqlen_k": 32}
+    for head_dim_v in (192, 256):  # and parts of tiles that are narrow
+        yield replace(made_up("float64", 16), head_dim_v=head_dim_v, **few), 1
 
 
 def _tiny():

@@ -223,7 +223,14 @@ def test_heads_that_share_keys(rng, queries):
 @pytest.mark.gpu
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize(
-    ("keys", "dims"), [(32, (256, 256)), (30, (200, 130)), (60, (128, 128))]
+    ("keys", "dims"),
+    [
+        (32, (256, 256)),
+        (30, (200, 130)),
+        (60, (128, 128)),
+        (20, (3, 130)),
+        (30, (16, 256)),
+    ],
 )
 def test_warps_that_share_a_tile_leave_the_bits_as_they_are(
     rng, monkeypatch, keys, dims, at_once

@@ -269,11 +269,9 @@ def attention(
     Besides the result, "tiled" needs memory for blocks of scores. On the CPU, where a
     head has few scores (262,144 or fewer, or one query) and up to 2**22 numbers in its
     keys and values, 16-bit ones are converted to float32 all at once, one head for
-    each thread. On a GPU, float32 on tensor cores takes up to four times the result for
-    prepared keys and values, and few queries whose keys are split over the whole card
-    take some MiB for the parts.
-    More than 262,144 keys in float16 are split on Hopper, too; the parts take up to 8
-    GiB.
+    each thread. On a GPU it needs memory for keys and values that are prepared for the
+    tensor cores or copied, and for results over parts of the keys; the guide "Streams,
+    graphs, memory" says how much.
 
     References
     ----------

@@ -14,6 +14,7 @@ import numpy as np
 
 from cupyflash._attention.cpu import entries
 from cupyflash._attention.cpu.block import (
+    as_blas_reads,
     cost_of_an_entry,
     finite_base,
     num_threads,
@@ -168,8 +169,8 @@ class Direct(entries.Direct):
 
     def gradients(self, out, dout, q, k, v, *others):
         """The gradients, or None where they take the long way."""
-        if not all(x.flags.c_contiguous for x in (dout, q, k, v)):
-            return None
+        dout, q = np.ascontiguousarray(dout), np.ascontiguousarray(q)
+        k, v = (as_blas_reads(x, self._layout) for x in (k, v))
         return self.gradients_of_views(out, dout, q, k, v, *others)
 
     def gradients_of_views(self, out, dout, q, k, v, *others):

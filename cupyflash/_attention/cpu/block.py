@@ -291,10 +291,43 @@ def blas_reads(x):
     The stride of an axis of length 1 may be anything, and NumPy asks for it before it
     calls BLAS: matrices with one have the strides of contiguous ones, or are copied.
     """
-    row = x.itemsize * x.shape[-1]
-    if 1 in x.shape[-2:]:
-        return x.strides[-2:] == (row, x.itemsize)
-    return x.strides[-1] == x.itemsize and x.strides[-2] >= row
+    return _blas_reads(x.shape[-2:], x.strides[-2:], x.itemsize)
+
+
+def _blas_reads(shape, strides, itemsize):
+    row = itemsize * shape[-1]
+    if 1 in shape:
+        return strides == (row, itemsize)
+    return strides[-1] == itemsize and strides[-2] >= row
+
+
+def as_blas_reads(x, layout):
+    """Keys or values, or a copy where BLAS cannot take them as they lie.
+
+    Results of NumPy lie in memory as what they are made of: so the order of the axes
+    counts, too. (The queries are not many, and a product by a single key would round
+    otherwise with their strides: those are copied.)
+    """
+    if x.flags.c_contiguous or _lies_well(x.shape, x.strides, x.itemsize, layout):
+        return x
+    return np.ascontiguousarray(x)
+
+
+@functools.lru_cache(1024)
+def _lies_well(shape, strides, itemsize, layout):
+    """Whether an array of these strides needs no copy; kept, since it takes 2 us."""
+    order = [*range(len(shape))]
+    if layout != "bhsd" and len(order) > 2:
+        order[-3:-1] = order[-2], order[-3]
+    shape, strides = (tuple(x[axis] for axis in order) for x in (shape, strides))
+    steps = [
+        step for n, step in zip(shape[:-2], strides[:-2], strict=True) if n > 1 and step
+    ]
+    return (
+        steps == sorted(map(abs, steps), reverse=True)
+        and strides[-2] % itemsize == 0
+        and _blas_reads(shape[-2:], strides[-2:], itemsize)
+    )
 
 
 def offset_of(problem, operands):

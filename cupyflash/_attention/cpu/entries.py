@@ -24,6 +24,7 @@ from cupyflash._attention.cpu.block import (
     ZERO,
     Part,
     Task,
+    as_blas_reads,
     blas_reads,
     cost_of_an_entry,
     num_threads,
@@ -437,7 +438,7 @@ class Direct:
     """A call of one box, or of two halves, which needs no checks: one had them.
 
     One box is the calling thread's, the other half that of a second one. It does what
-    `Entries.compute` does, for contiguous arrays and most options.
+    `Entries.compute` does, for most options.
     """
 
     # How many of the last axes of q each argument of `_compute` lacks. Both halves take
@@ -483,6 +484,7 @@ class Direct:
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
         self._may_be_square = problem.seqlen_q == problem.seqlen_k
+        self._copies_q = problem.seqlen_k == 1 and problem.layout != "bhsd"
         self._side_by_side = _lies_side_by_side(whole)
         self._cuts = [slice(None)]
         if whole is problem:
@@ -595,8 +597,10 @@ class Direct:
 
     def __call__(self, q, k, v, out, *options):
         """(out, lse or None), or None where it takes the long way."""
-        flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
-        return self.of_views(q, k, v, out, *options) if flags else None
+        if not (q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous):
+            q = np.ascontiguousarray(q)
+            k, v = (as_blas_reads(x, self._layout) for x in (k, v))
+        return self.of_views(q, k, v, out, *options)
 
     def of_views(self, q, k, v, out, *options):
         """The same of arrays whose matrices are known to lie as BLAS reads them."""
@@ -756,7 +760,7 @@ class Direct:
         """(q as it is multiplied, scale * q k^T)."""
         if self._folds:
             q = np.multiply(q, self._factor)
-        elif self._may_be_square and np.may_share_memory(q, k):
+        elif self._copies_q or (self._may_be_square and np.may_share_memory(q, k)):
             q = q.copy()
         s = self._product(q, k)
         if not self._folds:
@@ -1073,7 +1077,8 @@ class Entries:
             scaled = scratch.array("q", q.shape, self.dtype)
             np.multiply(q, self._unit, out=scaled, dtype=self.dtype, casting="unsafe")
             return scaled, self._factor
-        if _is_square(q, k):
+        # BLAS multiplies matrices that lie apart by a vector with other roundings.
+        if _is_square(q, k) or k.shape[-2] == 1:
             return q.copy(), self._factor
         return self._load(scratch, "q", q), self._factor
 

@@ -10,7 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from cupyflash._attention.cpu.block import WORTH_A_THREAD, blas_reads, cost_of_an_entry
+from cupyflash._attention.cpu.block import (
+    WORTH_A_THREAD,
+    as_blas_reads,
+    cost_of_an_entry,
+)
 from cupyflash._attention.cpu.entries import visible_keys
 from cupyflash._attention.problem import heads_first
 from cupyflash._core import threads as _threads
@@ -200,9 +204,7 @@ class Direct:
     def __call__(self, q, k, v, out, bias, functions, mask, *others):
         """(out, lse or None), or None where it takes the long way."""
         problem, joined = self._problem, self._joined
-        k, v = (heads_first(x, problem.layout) for x in (k, v))
-        if not (blas_reads(k) and blas_reads(v)):
-            return None
+        k, v = (as_blas_reads(heads_first(x, problem.layout), "bhsd") for x in (k, v))
         found = self._direct.of_views(
             np.ascontiguousarray(join(q, joined, problem.layout)), k, v, None,
             _join_terms(bias, problem, joined), functions,
@@ -219,9 +221,7 @@ class Direct:
         """The gradients, or None where they take the long way."""
         problem, joined = self._problem, self._joined
         shapes, layout = (k.shape, v.shape), problem.layout
-        k, v = (heads_first(x, layout) for x in (k, v))
-        if not (blas_reads(k) and blas_reads(v)):
-            return None
+        k, v = (as_blas_reads(heads_first(x, layout), "bhsd") for x in (k, v))
         out, dout, q = (
             np.ascontiguousarray(join(x, joined, layout)) for x in (out, dout, q)
         )

@@ -43,6 +43,14 @@ def arrays(rng, batch, rows, keys, dim, dtype="float32", heads=1, kv_heads=1):
     )
 
 
+def gradients_by_tasks(*arguments, **options):
+    """attention_vjp without the short way of small calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vjp_cpu, "_checked", {})
+        patch.setattr(vjp_cpu, "_short_way", lambda problem: None)
+        return cupyflash.attention_vjp(*arguments, **options)
+
+
 @pytest.fixture(autouse=True)
 def no_call_is_known(monkeypatch):
     monkeypatch.setattr(attention_cpu, "_checked", {})
@@ -93,7 +101,7 @@ def test_a_call_like_one_before_has_the_same_bits(rng, dtype, shape, option):
     assert len(attention_cpu._checked) == 1
     for _ in range(2):
         np.testing.assert_array_equal(cupyflash.attention(q, k, v, **options), first)
-    # The same shapes, lying otherwise: the plan for contiguous arrays is not for them.
+    # The same shapes, lying otherwise.
     turned = [np.asfortranarray(x) for x in (q, k, v)]
     np.testing.assert_allclose(
         cupyflash.attention(*turned, **options), first, rtol=1e-4, atol=1e-5
@@ -124,6 +132,61 @@ def test_a_stride_of_an_axis_of_length_1_changes_no_bits(
         for found in grads:
             for one, first in zip(found[:3], grads[0][:3], strict=True):
                 np.testing.assert_array_equal(one, first)
+
+
+def _lying_otherwise(x, how):
+    """An equal array with other strides."""
+    if how == "heads second":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if how == "part of columns":
+        return np.concatenate([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    if how == "columns first":
+        return np.ascontiguousarray(x.mT).mT
+    if how == "backwards":
+        return np.ascontiguousarray(x[:, :, ::-1, ::-1])[:, :, ::-1, ::-1]
+    if how == "batch last":
+        return np.ascontiguousarray(x.T).T
+    if how == "heads before batch":
+        return np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1)
+    return np.ascontiguousarray(x[:, ::-1])[:, ::-1]  # heads backwards
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize(
+    "how",
+    ["heads second", "part of columns", "columns first", "backwards", "batch last",
+     "heads before batch", "heads backwards"],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "keys", "dim", "heads", "kv_heads"),
+    [(5, 7, 8, 4, 4), (1, 40, 16, 4, 2), (40, 20, 16, 2, 2), (30, 300, 32, 2, 1),
+     (1, 1, 1, 3, 3), (5, 1, 7, 2, 2), (64, 128, 64, 4, 4), (16, 16, 64, 1, 1)],
+)  # fmt: skip
+def test_arrays_that_are_not_contiguous_give_the_same_bits(
+    rng, monkeypatch, dtype, layout, how, rows, keys, dim, heads, kv_heads
+):
+    """By the short way of small calls, too, of which results are contiguous."""
+    q, k, v = arrays(rng, 2, rows, keys, dim, dtype, heads, kv_heads)
+    dout = rng.normal(size=q.shape).astype(dtype)
+    q, k, v, dout = (np.ascontiguousarray(_as(layout, x)) for x in (q, k, v, dout))
+    expected = cupyflash.attention(q, k, v, layout=layout, return_lse=True)
+    grads = cupyflash.attention_vjp(dout, q, k, v, *expected, layout=layout)[:3]
+    first = cupyflash.attention(q, k, v, layout=layout)
+    views = [_lying_otherwise(x, how) for x in (q, k, v, dout)]
+    monkeypatch.setattr(attention_cpu, "run", None)
+    monkeypatch.setattr(vjp_cpu, "run", None)
+    found = cupyflash.attention(*views[:3], layout=layout, return_lse=True)
+    of_views = cupyflash.attention_vjp(views[3], *views[:3], *found, layout=layout)[:3]
+    alone = cupyflash.attention(*views[:3], layout=layout)
+    pairs = zip((*found, *of_views, alone), (*expected, *grads, first), strict=True)
+    for x, y in pairs:
+        assert x.flags.c_contiguous
+        assert x.tobytes() == y.tobytes()
+
+
+def _as(layout, x):
+    return x if layout == "bhsd" else x.swapaxes(1, 2)
 
 
 @pytest.mark.skipif(threads.num_cores() < 2, reason="one core")
@@ -521,9 +584,7 @@ def test_gradients_of_a_single_head_go_in_halves(rng, ways, name, keys, dtype):
     ways.clear()
     again = cupyflash.attention_vjp(*call, **options)
     assert ways[:2] == ["for_each", "hold_blas"]
-    # Arrays that are not contiguous go through tasks.
-    views = [np.repeat(x, 2, -1)[..., ::2] for x in call[:4]]
-    tasks = cupyflash.attention_vjp(*views, *call[4:], **options)
+    tasks = gradients_by_tasks(*call, **options)
     bound = 1e-5 if dtype == "float32" else 1e-13
     for a, b, exact in zip(first[:3], again[:3], tasks[:3], strict=True):
         assert a.tobytes() == b.tobytes()
@@ -1622,12 +1683,9 @@ def test_a_call_like_an_earlier_one(name, dtype):
     of_again = cupyflash.attention_vjp(
         dout, q, k, v, first, lse, **options, **gradients
     )
-    # Arrays that are not contiguous go through tasks.
-    of_views = cupyflash.attention_vjp(
-        dout, np.repeat(q, 2, -1)[..., ::2], k, v, first, lse, **options, **gradients
-    )
+    by_tasks = gradients_by_tasks(dout, q, k, v, first, lse, **options, **gradients)
     bound = 1e-5 if dtype == "float32" else 1e-13
-    for a, b, c in zip(of_first, of_again, of_views, strict=True):
+    for a, b, c in zip(of_first, of_again, by_tasks, strict=True):
         if a is None:
             assert b is c is None
             continue
@@ -1766,14 +1824,13 @@ def test_gradients_of_one_key(rng, rows, option):
 
 @pytest.mark.parametrize("bad", ["q", "k", "v", "dout"])
 def test_gradients_of_one_key_that_are_no_numbers(rng, bad):
-    """As those of a call by tasks, whose arrays are not contiguous."""
+    """As those of a call by tasks."""
     q, k, v = arrays(rng, 2, 3, 1, 4)
     dout = rng.normal(size=q.shape).astype(q.dtype)
     {"q": q, "k": k, "v": v, "dout": dout}[bad][0, 0, -1, 1] = np.nan
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    views = [np.repeat(x, 2, -1)[..., ::2] for x in (dout, q, k, v)]
     grads = cupyflash.attention_vjp(dout, q, k, v, out, lse)
-    tasks = cupyflash.attention_vjp(*views, out, lse)
+    tasks = gradients_by_tasks(dout, q, k, v, out, lse)
     assert not np.isfinite(np.concatenate([x.ravel() for x in grads[:3]])).all()
     for found, expected in zip(grads[:3], tasks[:3], strict=True):
         np.testing.assert_array_equal(found, expected)

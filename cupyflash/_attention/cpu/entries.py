@@ -70,7 +70,7 @@ _SMALL_DOT = 10_000
 # a product of one piece.
 _FEW_SCORES = 1_200
 # Cost of a single entry whose rows two threads share, and of some entries that they do.
-WORTH_HALVES = 16_000_000, 28_000_000
+WORTH_HALVES = 20_000_000, 28_000_000
 # The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so that it
 # rounds as without one.
 _ROWS_OF_TILES = 24
@@ -225,10 +225,20 @@ def halves_of(problem):
     if (
         total * cost_of_an_entry(problem) < WORTH_HALVES[total > 1]
         or scores > 2 * _scores_of_a_box(problem)
-        or (total > 1 and num_threads(problem) > 1)  # goes by boxes
+        or (total > 1 and _goes_by_boxes(problem, total))
     ):
         return None
     return cut_in_two(problem)
+
+
+def _goes_by_boxes(problem, total):
+    """Whether some entries are more than two boxes, or have no equal halves.
+
+    Two boxes are as many entries as halves, but the call of a half begins sooner.
+    """
+    size, _ = shape_of_a_box(problem)
+    first = next(n for n in (*problem.batch, problem.num_heads) if n > 1)
+    return 2 * size < total or (num_threads(problem) > 1 and first % 2 == 1)
 
 
 def cut_in_two(problem):

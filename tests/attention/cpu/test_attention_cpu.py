@@ -529,7 +529,7 @@ _OF_HALVES = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("keys", [16, 130, 300])
+@pytest.mark.parametrize("keys", [16, 170, 300])
 @pytest.mark.parametrize("name", _OF_HALVES)
 def test_a_single_entry_goes_in_halves_to_two_threads(rng, ways, name, keys, dtype):
     """With the bits of the entry among others, and of the same call by one thread."""
@@ -560,7 +560,7 @@ def test_a_single_entry_goes_in_halves_to_two_threads(rng, ways, name, keys, dty
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("keys", [16, 130, 300])
+@pytest.mark.parametrize("keys", [16, 170, 300])
 @pytest.mark.parametrize("name", [*_OF_HALVES, "dlse", "infinite"])
 def test_gradients_of_a_single_head_go_in_halves(rng, ways, name, keys, dtype):
     """Right, and the same bits in every call; what is not finite goes the long way."""
@@ -673,13 +673,33 @@ def test_gradients_of_a_batch_go_in_halves_to_two_threads(rng, ways):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_halves_that_are_not_finite_take_the_long_way(rng, ways, bad):
-    q, k, v = arrays(rng, 1, 200, 130, 256)
+    q, k, v = arrays(rng, 1, 200, 170, 256)
     cupyflash.attention(q, k, v)
     v[0, 0, 5, 7] = bad
     out = cupyflash.attention(q, k, v)
     assert (np.isfinite(out) == (np.arange(256) != 7)).all()
     told = cupyflash.explain("attention", q, k, v).details
     assert (told["rows_of_a_task"], told["threads"]) == (120, 2)
+
+
+@pytest.mark.parametrize("batch", [7, 8])
+def test_what_would_be_two_boxes_goes_in_halves_if_these_are_equal(rng, ways, batch):
+    q, k, v = arrays(rng, batch, 64, 64, 64, heads=8, kv_heads=8)
+    problem, _ = attention_problem.attention(
+        q, k, v, *[None] * 3, False, None, None, 0.0, *[None] * 4, "bhsd", "float32",
+        False, None, "auto",
+    )  # fmt: skip
+    assert block.num_threads(problem) == 2
+    assert 2 * entries.shape_of_a_box(problem)[0] >= batch * 8
+    halves = entries.halves_of(problem)
+    assert halves == ((-4, (slice(0, 4), slice(4, 8))) if batch == 8 else None)
+    first = cupyflash.attention(q, k, v)
+    ways.clear()
+    again = cupyflash.attention(q, k, v)
+    assert ways == ["for_each", "hold_blas"]
+    one = cupyflash.attention(q[3:4], k[3:4], v[3:4])
+    assert first.tobytes() == again.tobytes()
+    assert first[3:4].tobytes() == one.tobytes()
 
 
 @pytest.mark.parametrize("rows", [1, 511, 512, 513, 5000])

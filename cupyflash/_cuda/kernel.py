@@ -101,6 +101,16 @@ def refuse_old_device(dtype: str, device: Device) -> str | None:
     return None
 
 
+def check_results(results: Mapping[str, Any], device: Device) -> None:
+    """Raise if a device cannot round to the dtype of a result, which an input has."""
+    for name, result in results.items():
+        if result and (reason := refuse_old_device(result.dtype.name, device)):
+            raise NotImplementedError(
+                f"{name} has the dtype of its input, and {reason}: give that input in "
+                "another dtype"
+            )
+
+
 def by_threshold(ladder: Mapping[float, Any], size: float) -> Any:
     """The value of the first upper bound that `size` fits under."""
     return next(value for bound, value in ladder.items() if size <= bound)

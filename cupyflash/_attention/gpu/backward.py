@@ -198,6 +198,8 @@ def make_plan(problem, operands) -> AttentionPlan:
         steps = with_dscore(steps, own, fit, device)
         problem = replace(problem, whole_vectors=known.whole_vectors)
     results = gradient_results(problem) | dscore_results(problem, operands)
+    if steps.launches:
+        kernel.check_results(results, device)
     written = {name for _, arguments in steps.launches for name in arguments}
     zeros = [n for n, x in results.items() if x is not None and n not in written]
     steps = steps._replace(zeros=(*steps.zeros, *zeros))

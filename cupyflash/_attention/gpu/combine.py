@@ -9,7 +9,7 @@ from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import combine_config
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._core import arrays, strides
-from cupyflash._cuda import graphs, plan_cache, runtime
+from cupyflash._cuda import graphs, kernel, plan_cache, runtime
 from cupyflash._cuda import launch as _launch
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps
@@ -62,7 +62,7 @@ def _plan_of(problem, operands):
     """The plan of a call of merge_attention_states."""
     outs, lses, out = operands
     device_id = outs.data.device_id
-    runtime.device(device_id)  # refuses devices that are too old
+    device = runtime.device(device_id)
     steps = (
         attention_params.contiguous_strides(outs.shape[1:])
         if out is None
@@ -85,6 +85,7 @@ def _plan_of(problem, operands):
         "out": Result(shape, arrays.to_dtype(problem.dtype)),
         "lse": Result(problem.shape, np.dtype(problem.lse_dtype)),
     }
+    kernel.check_results(results, device)
     launches = [(config, ("outs", "lses", "out", "lse", params))]
     if not math.prod(problem.shape):
         launches = []

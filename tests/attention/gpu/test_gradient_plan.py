@@ -285,3 +285,41 @@ def test_dq_is_cleared_where_no_tile_stores_it(seqlens, options, clears):
     assert name == ("dq" if clears else "sums")
     if clears:
         assert vectors * 16 == 2 * 4 * seqlens[0] * 64 * 2
+
+
+# --- what a card cannot round to -----------------------------------------------------
+
+
+def old_card(operation, dtypes, **options):
+    """Plan a call on sm_75, with arrays of these dtypes."""
+    import fuzz
+
+    shapes = {name: (1, 2, 20, 8) for name in ("q", "k", "v", "dout")}
+    shapes |= {"sinks": (2,), "bias": (20, 20), "outs": (2, 1, 2, 20, 8)}
+    shapes |= {"lses": (2, 1, 2, 20)}
+    arrays = {name: np.zeros(shapes[name], dtype) for name, dtype in dtypes.items()}
+    problem = fuzz.Problem(operation, 0, None, operation, arrays, {}, options)
+    problem.notes["scores"] = (1, 2, 20, 20)
+    with planned.device(_device.device_of_arch("sm_75")):
+        return planned.plan(problem)
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+def test_gradients_in_bfloat16_need_a_card_that_rounds_to_it(name):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    given = dict.fromkeys(("dout", "q", "k", "v"), np.float32) | {name: bfloat16}
+    needs = {"need_dbias": False, "need_dsinks": False}
+    assert old_card("attention_vjp", given, layout="bhsd", **needs).variants
+    needs |= {f"need_d{name}": True}
+    with pytest.raises(NotImplementedError, match=f"d{name} has the dtype of its in"):
+        old_card("attention_vjp", given, layout="bhsd", **needs)
+    given[name] = np.float16
+    assert old_card("attention_vjp", given, layout="bhsd", **needs).variants
+
+
+def test_merged_states_in_bfloat16_need_a_card_that_rounds_to_it():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    given = {"outs": bfloat16, "lses": np.float32}
+    with pytest.raises(NotImplementedError, match="bfloat16 needs sm_80 or newer"):
+        old_card("merge", given, axis=0)
+    assert old_card("merge", given | {"outs": np.float16}, axis=0).variants

@@ -22,13 +22,7 @@
 //            float64 then: a small weight times a large value may count.
 
 #include "common/exp2_f64.cuh"
-#if FUNCTION
 #include "points/function.cuh"
-#else
-struct kernel_args_t {  // of named kernels
-  long long none;
-};
-#endif
 #include "points/sums.cuh"
 #include "points/tiles.cuh"
 #include "points/twofold.cuh"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// A kernel that the caller wrote: its text and the numbers that it closes over.
+// With FUNCTION, a kernel that the caller wrote: its text and the numbers that it
+// closes over.
 //
 // The text is made by the host (cupyflash/_expr) as a template `caller_function` of d2
 // and a struct `caller_function_args`. With weights (WEIGHTS 1) it is log K, which does
@@ -8,6 +9,7 @@
 // (`caller_function_skips_cusp`) is 0 where points coincide and it is not finite.
 #pragma once
 
+#if FUNCTION
 #include "expr/functions.cuh"
 #include "generated/functions.cuh"
 
@@ -28,3 +30,8 @@ struct function {
 };
 
 }  // namespace kernels
+#else
+struct kernel_args_t {  // of named kernels
+  long long none;
+};
+#endif

@@ -22,13 +22,7 @@
 //            small relative to the values, or the blocks flagged in `redo`.
 
 #include "common/exp2_f64.cuh"
-#if FUNCTION
 #include "points/function.cuh"
-#else
-struct kernel_args_t {  // of named kernels
-  long long none;
-};
-#endif
 #include "points/gradient.cuh"
 #include "points/sums.cuh"
 #include "points/tiles.cuh"

@@ -26,11 +26,7 @@
 //            again with such values set to 0; if something that is seen is not finite,
 //            `found` asks for the fallback, which reads delta
 // Limits     kBlockN keys; head dimensions up to kDim
-#include "attention/fp64/backward_row.cuh"
-#include "attention/fp64/short_gradients.cuh"
-#include "attention/fp64/weights.cuh"
-#include "attention/simt/loop_splits.cuh"
-#include "ptx/barrier.cuh"
+#include "attention/fp64/short_block.cuh"
 
 constexpr int kBlockM = kTeam * kWarpRows;  // queries of a tile
 constexpr int kJobs = 2 * kChunks / kTeam;  // chunks of dv and dk of a warp
@@ -41,40 +37,15 @@ static_assert(kTeam == 1 || kChunks % kJobs == 0);
 constexpr int kWarpNumbers = 2 * (kRowsSize + kWeightsSize);
 static_assert(kTeam * kWarpNumbers >= 2 * kKeysSize);
 
-// What a warp is at; in shared memory, since registers are scarce.
-struct warp_t {
-  // Of the entry.
-  const double *q, *dout, *out, *lse, *dlse;
-  double* dq;
-  index_t row;  // of its first query in delta
-  int summed;   // which of the entries that share k and v
-  // Of 16 queries.
-  mask_bounds_t bounds;
-  int i0, num_rows;
-  bool is_seen;       // whether one of them may see a key
-  unsigned odd_rows;  // bit n: row n has a number that is not finite
-  alignas(16) double lse_of[kWarpRows];
-  alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
-
-  __device__ const scores_t& scores() const {
-    return *reinterpret_cast<const scores_t*>(scores_bytes);
-  }
-};
-
 using sums_t = sum_t[kJobs];
 
 struct block_t {
   offsets_t<3> kept;           // offsets of the entry in the gradients
   unsigned odd_keys[kStepsN];  // bit n: key n of 16 has a number that is not finite
   exp2_table_t exp2;
-  warp_t warps[kWarps];
+  tile_t warps[kWarps];  // 16 queries each
 };
 
-__device__ __forceinline__ double* shared_keys() {
-  extern __shared__ __align__(16) unsigned char smem[];
-  return reinterpret_cast<double*>(smem);
-}
-__device__ __forceinline__ double* shared_values() { return shared_keys() + kKeysSize; }
 // q, dO, P and dS of a warp.
 __device__ __forceinline__ double* shared_rows(int warp) {
   return shared_keys() + 2 * kKeysSize + warp * kWarpNumbers;
@@ -157,7 +128,7 @@ __device__ __forceinline__ void weigh(const block_t& block, const params_t& para
                                       const grads_t& grads, bool is_exact,
                                       double* delta, double* sink_terms, int* found) {
   const thread_t me;
-  const warp_t& own = block.warps[me.warp];
+  const tile_t& own = block.warps[me.warp];
   double* const rows = shared_rows(me.warp);
   double* const weights = rows + kWeightsAt;
   double* const score_grads = rows + kScoresAt;
@@ -206,11 +177,7 @@ __device__ __forceinline__ void weigh(const block_t& block, const params_t& para
   const double l_of = me.t % 2 == 0 ? l[0] : l[1], lse_of = own.lse_of[own_row];
   const scores_t& scores = own.scores();
   const bool exists = own_row < own.bounds.num_queries && own_row < own.num_rows;
-  double sink = 0;
-  if constexpr (kHasSinks) {
-    const double score = scores.sink();
-    if (exists && score != -infinity<double>()) sink = exp_diff_exact(score, lse_of);
-  }
+  const double sink = own.sink_of(exists, lse_of);
   const bool is_whole = sums_to_one(l_of + sink, lse_of);
   const double factor_of_row = is_whole ? 1 / (l_of + sink) : 1;
   // A row that sees nothing adds to dsinks alone.
@@ -273,11 +240,7 @@ __device__ __forceinline__ void weigh(const block_t& block, const params_t& para
   }
   if (!exists) delta_of_row = 0;
   if (me.t < 2 && own_row < own.num_rows) {
-    const index_t row = own.row + own.i0 + own_row;
-    delta[row] = delta_of_row;
-    if (kHasSinks && sink_terms != nullptr) {
-      sink_terms[row] = sink == 0 ? 0 : -sink * factor_of_row * delta_of_row;
-    }
+    own.write_row(own_row, delta_of_row, sink, factor_of_row, delta, sink_terms);
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -318,39 +281,8 @@ __device__ __forceinline__ void share_sums(const sums_t& sums) {
   }
 }
 
-// Writes the sums of all teams, `rows` of the first, to an entry of dv or dk, which is
-// gradient `side` of grads; of a loop that is shared, to the terms of a split.
-__device__ __forceinline__ void write_sums(grad_t* to, index_t offset,
-                                           const double* rows, int side, int cols,
-                                           index_t split, const params_t& params,
-                                           const grads_t& grads, double scale) {
-  to += offset;
-  if constexpr (kSplitsLoop) to += split * grads.num_kept * params.seqlen_k * cols;
-  const int num_keys = static_cast<int>(params.seqlen_k);
-#pragma unroll 1
-  for (int n = threadIdx.x; n < num_keys * kDim; n += kNumThreads) {
-    const int key = n / kDim, col = n % kDim;
-    if (col >= cols) continue;
-    const double* const from = rows + place<kDim>(key, col / kVec) + col % kVec;
-    double sum = 0;
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) sum += from[team * kTeam * kWarpNumbers];
-    to[key * grads.row[side] + col * grads.col[side]] = sum * scale;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_short_f64(BACKWARD_PARAMETERS,
-                            const elem_t* __restrict__ out,   // as dout
-                            const accum_t* __restrict__ lse,  // (batch, heads, queries)
-                            const accum_t* __restrict__ dlse,  // as lse, or null
-                            accum_t* __restrict__ delta,       // as lse, contiguous
-                            accum_t* __restrict__ sink_terms,  // as delta, or null
-                            elem_t* __restrict__ dq,           // as q
-                            LOOP_PARAMETERS grad_t* dk,  // as k, summed over entries
-                            grad_t* dv,                  // as v, summed over entries
-                            int* __restrict__ found,     // 1: something is not finite
-                            SCORE_PARAMETERS, const __grid_constant__ grads_t grads,
+    attention_vjp_short_f64(SHORT_PARAMETERS,
                             const __grid_constant__ short_f64_t more) {
   __shared__ block_t block;
   static_assert(sizeof(block_t) <= 3072);  // _STATIC_SMEM of the host
@@ -377,30 +309,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   // Starts copies of the queries of a unit of this warp.
   const auto fetch = [&](int unit, double* rows) {
     const thread_t me;
-    warp_t& own = block.warps[me.warp];
+    tile_t& own = block.warps[me.warp];
     __syncwarp();  // all lanes have read what was there
     if (unit >= last) return;
     if (me.lane == 0) {
       const int summed = unit / tiles;
       if (summed != own.summed) {
         const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
-        own.q = at.at(q, params.q);
-        own.dout = at.at(dout, grads.dout);
-        own.out = at.at(out, params.out);
-        own.lse = at.at(lse, grads.lse);
-        own.dlse = dlse == nullptr ? nullptr : at.at(dlse, grads.dlse);
-        own.dq = at.at(dq, more.dq);
-        own.row = at.row_of_heads * params.seqlen_q;
+        own.set_entry(at, {q, dout, out, lse, dlse, dq}, params, grads, more);
         own.summed = summed;
         new (own.scores_bytes) scores_t(at, SCORE_ARGUMENTS);
       }
-      const int i0 = (unit - summed * tiles) * kBlockM + me.member() * kWarpRows;
-      own.i0 = i0;
-      own.num_rows = static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows));
-      own.bounds = own.scores().mask_bounds(i0, 0);
-      own.is_seen = kHasSinks ? min(own.num_rows, own.bounds.num_queries) > 0
-                              : sees_any(own.bounds, own.num_rows, kBlockN);
-      own.odd_rows = 0;
+      own.set_rows((unit - summed * tiles) * kBlockM + me.member() * kWarpRows,
+                   params.seqlen_q);
     }
     __syncwarp();
     if (!own.is_seen) return;
@@ -409,12 +330,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                             me.lane);
     copy_16_rows<kWarpSize>(rows + kDoutAt, own.dout + own.i0 * grads.dout.row,
                             grads.dout.row, num, dim_v, me.lane);
-    if (me.lane < kWarpRows) {
-      ptx::copy_or_fill<8>(
-          static_cast<unsigned>(__cvta_generic_to_shared(own.lse_of + me.lane)),
-          own.lse + (me.lane < num ? (own.i0 + me.lane) * grads.lse.row : 0),
-          me.lane < num ? 8 : 0);
-    }
+    own.copy_lse(me.lane, num, grads.lse.row);
     ptx::commit_copy_group();
   };
 
@@ -422,24 +338,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   bool is_exact = false;
 #pragma unroll 1
   while (true) {
-#pragma unroll
-    for (int n = 0; n < kJobs * kTiles; ++n) {
-      double (&sum)[4] = sums[n / kTiles][n % kTiles];
-      sum[0] = sum[1] = sum[2] = sum[3] = 0;
-    }
+    zero_sums(sums);
     bool nonfinite = false;
     int unit = first + thread_t().team();
     fetch(unit, shared_rows(thread_t().warp));
     ptx::wait_copy_groups<0>();
     __syncthreads();  // k and v have arrived
     if (is_exact) {
-#pragma unroll 1
-      for (int n = thread_t().warp; n < 2 * kStepsN; n += kWarps) {
-        const unsigned odd = clean(shared_keys() + n * kRowsSize);
-        if (thread_t().lane == 0 && odd != 0) {
-          atomicOr(&block.odd_keys[n % kStepsN], odd);
-        }
-      }
+      clean_keys(block.odd_keys);
       __syncthreads();  // the cleaned values are stored
     }
 #pragma unroll 1
@@ -448,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       __syncwarp();
       {
         const thread_t me;
-        warp_t& own = block.warps[me.warp];
+        tile_t& own = block.warps[me.warp];
         if (own.is_seen) {
           if (is_exact) {
             const unsigned odd =
@@ -458,9 +364,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
           weigh(block, params, grads, is_exact, delta, sink_terms, found);
         } else if (me.lane < own.num_rows) {
-          const index_t row = own.row + own.i0 + me.lane;
-          delta[row] = 0;
-          if (kHasSinks && sink_terms != nullptr) sink_terms[row] = 0;
+          own.write_row(me.lane, 0, 0, 1, delta, sink_terms);
         }
         sync_team(me);  // P and dS are complete
       }
@@ -491,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       {
         const thread_t me;
-        const warp_t& own = block.warps[me.warp];
+        const tile_t& own = block.warps[me.warp];
         double* const to = own.dq + own.i0 * more.dq.row;
         const int num_rows = own.num_rows;
         const bool is_seen = own.is_seen;
@@ -501,10 +405,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                               more.dq, 0, num_rows, is_seen, dim, params.scale);
       }
     }
-#pragma unroll
-    for (int n = 0; n < kJobs * kTiles * 4; ++n) {
-      nonfinite |= !is_finite(sums[n / (4 * kTiles)][n / 4 % kTiles][n % 4]);
-    }
+    find_nonfinite(sums, nonfinite);
     if (is_exact) {
       if (nonfinite) *found = 1;
       break;
@@ -518,7 +419,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   share_sums(sums);
   __syncthreads();  // the sums are complete
   const index_t split = split_index(num_splits);
-  write_sums(dv, block.kept.of[2], shared_rows(0), 1, dim_v, split, params, grads, 1);
-  write_sums(dk, block.kept.of[1], shared_rows(0) + kKeysSize, 0, dim, split, params,
-             grads, params.scale);
+  write_sums<kTeam * kWarpNumbers>(dv, block.kept.of[2], shared_rows(0), 1, dim_v,
+                                   split, params, grads, 1);
+  write_sums<kTeam * kWarpNumbers>(dk, block.kept.of[1], shared_rows(0) + kKeysSize, 0,
+                                   dim, split, params, grads, params.scale);
 }

@@ -22,11 +22,7 @@
 //            of other calls
 // Numbers    as short_backward.cu; sums over columns are those of two halves
 // Limits     kBlockN keys, which is 4 kTeam; head dimensions up to kDim
-#include "attention/fp64/backward_row.cuh"
-#include "attention/fp64/short_gradients.cuh"
-#include "attention/fp64/weights.cuh"
-#include "attention/simt/loop_splits.cuh"
-#include "ptx/barrier.cuh"
+#include "attention/fp64/short_block.cuh"
 
 constexpr int kHalf = kDim / 2;              // columns of a product of a warp
 constexpr int kPairs = kTiles / 2;           // of tiles of keys
@@ -44,26 +40,6 @@ static_assert(kChunks % kOwnChunks == 0);
 constexpr int kTeamNumbers = 2 * kRowsSize + 6 * kWeightsSize;
 static_assert(2 * kKeysSize + kTeams * kTeamNumbers >= 2 * kTeams * kKeysSize);
 
-// 16 queries of a team; in shared memory, since registers are scarce.
-struct tile_t {
-  // Of the entry.
-  const double *q, *dout, *out, *lse, *dlse;
-  double* dq;
-  index_t row;  // of its first query in delta
-  int summed;   // which of the entries that share k and v
-  // Of the tile.
-  mask_bounds_t bounds;
-  int i0, num_rows;
-  bool is_seen;       // whether a query may see a key
-  unsigned odd_rows;  // bit n: row n has a number that is not finite
-  alignas(16) double lse_of[kWarpRows];
-  alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
-
-  __device__ const scores_t& scores() const {
-    return *reinterpret_cast<const scores_t*>(scores_bytes);
-  }
-};
-
 using sums_t = sum_t[kJobs];  // dv, then dk
 
 struct block_t {
@@ -73,11 +49,6 @@ struct block_t {
   tile_t tiles[kTeams][2];  // of a team: this one and the next
 };
 
-__device__ __forceinline__ double* shared_keys() {
-  extern __shared__ __align__(16) unsigned char smem[];
-  return reinterpret_cast<double*>(smem);
-}
-__device__ __forceinline__ double* shared_values() { return shared_keys() + kKeysSize; }
 // q, dO, halves of S and of dP, P and dS of a team.
 __device__ __forceinline__ double* shared_tile(int team) {
   return shared_keys() + 2 * kKeysSize + team * kTeamNumbers;
@@ -133,12 +104,7 @@ __device__ __forceinline__ void copy_queries(const tile_t& own, double* rows,
   const int num = min(own.num_rows, own.bounds.num_queries);
   copy_16_rows<kTeam * kWarpSize>(rows, own.q + own.i0 * params.q.row, params.q.row,
                                   num, dim, lane);
-  if (lane < kWarpRows) {
-    ptx::copy_or_fill<8>(
-        static_cast<unsigned>(__cvta_generic_to_shared(own.lse_of + lane)),
-        own.lse + (lane < num ? (own.i0 + lane) * grads.lse.row : 0),
-        lane < num ? 8 : 0);
-  }
+  own.copy_lse(lane, num, grads.lse.row);
   ptx::commit_copy_group();
 }
 
@@ -235,11 +201,7 @@ __device__ __forceinline__ void weigh(const block_t& block, const tile_t& own,
         ((own.odd_rows >> query | block.odd_keys[key / 16] >> key % 16) & 1);
     if (sees_odd) *found = 1;
     const bool exists = query < own.bounds.num_queries && query < own.num_rows;
-    double sink = 0;
-    if constexpr (kHasSinks) {
-      const double score = scores.sink();
-      if (exists && score != -infinity<double>()) sink = exp_diff_exact(score, lse_of);
-    }
+    const double sink = own.sink_of(exists, lse_of);
     const double total = l[n] + sink;
     const bool is_whole = is_whole_sum(total, lse_of);
     const double factor = is_whole ? 1 / total : 1;
@@ -273,11 +235,7 @@ __device__ __forceinline__ void weigh(const block_t& block, const tile_t& own,
     }
     if (!exists) delta_of = 0;
     if (key == 0 && query < own.num_rows) {
-      const index_t row = own.row + own.i0 + query;
-      delta[row] = delta_of;
-      if (kHasSinks && sink_terms != nullptr) {
-        sink_terms[row] = sink == 0 ? 0 : -sink * factor * delta_of;
-      }
+      own.write_row(query, delta_of, sink, factor, delta, sink_terms);
     }
     const double weight = p[n] * factor;
     const double by_score = kHasDerivative ? weight * derivative[n] : weight;
@@ -308,41 +266,9 @@ __device__ __forceinline__ void share_sums(const sums_t& sums) {
   }
 }
 
-// Writes the sums of all teams to an entry of dv or dk, which is gradient `side` of
-// grads; of a loop that is shared, to the terms of a split.
-__device__ __forceinline__ void write_sums(grad_t* to, index_t offset,
-                                           const double* rows, int side, int cols,
-                                           index_t split, const params_t& params,
-                                           const grads_t& grads, double scale) {
-  to += offset;
-  if constexpr (kSplitsLoop) to += split * grads.num_kept * params.seqlen_k * cols;
-  const int num_keys = static_cast<int>(params.seqlen_k);
-#pragma unroll 1
-  for (int n = threadIdx.x; n < num_keys * kDim; n += kNumThreads) {
-    const int key = n / kDim, col = n % kDim;
-    if (col >= cols) continue;
-    const double* const from = rows + place<kDim>(key, col / kVec) + col % kVec;
-    double sum = 0;
-#pragma unroll
-    for (int team = 0; team < kTeams; ++team) sum += from[2 * team * kKeysSize];
-    to[key * grads.row[side] + col * grads.col[side]] = sum * scale;
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    attention_vjp_short_f64_wide(
-        BACKWARD_PARAMETERS,
-        const elem_t* __restrict__ out,    // as dout
-        const accum_t* __restrict__ lse,   // (batch, heads, queries)
-        const accum_t* __restrict__ dlse,  // as lse, or null
-        accum_t* __restrict__ delta,       // as lse, contiguous
-        accum_t* __restrict__ sink_terms,  // as delta, or null
-        elem_t* __restrict__ dq,           // as q
-        LOOP_PARAMETERS grad_t* dk,        // as k, summed over entries
-        grad_t* dv,                        // as v, summed over entries
-        int* __restrict__ found,           // 1: something is not finite
-        SCORE_PARAMETERS, const __grid_constant__ grads_t grads,
-        const __grid_constant__ short_f64_t more) {
+    attention_vjp_short_f64_wide(SHORT_PARAMETERS,
+                                 const __grid_constant__ short_f64_t more) {
   __shared__ block_t block;
   static_assert(sizeof(block_t) <= 3072);  // _STATIC_SMEM of the host
 
@@ -374,33 +300,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int summed = unit / tiles;
     if (summed != own.summed) {
       const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
-      own.q = at.at(q, params.q);
-      own.dout = at.at(dout, grads.dout);
-      own.out = at.at(out, params.out);
-      own.lse = at.at(lse, grads.lse);
-      own.dlse = dlse == nullptr ? nullptr : at.at(dlse, grads.dlse);
-      own.dq = at.at(dq, more.dq);
-      own.row = at.row_of_heads * params.seqlen_q;
+      own.set_entry(at, {q, dout, out, lse, dlse, dq}, params, grads, more);
       own.summed = summed;
       new (own.scores_bytes) scores_t(at, SCORE_ARGUMENTS);
     }
-    own.i0 = (unit - summed * tiles) * kWarpRows;
-    own.num_rows = static_cast<int>(clamp(params.seqlen_q - own.i0, 0, kWarpRows));
-    own.bounds = own.scores().mask_bounds(own.i0, 0);
-    own.is_seen = kHasSinks ? min(own.num_rows, own.bounds.num_queries) > 0
-                            : sees_any(own.bounds, own.num_rows, kBlockN);
-    own.odd_rows = 0;
+    own.set_rows((unit - summed * tiles) * kWarpRows, params.seqlen_q);
   };
 
   sums_t sums;
   bool is_exact = false;
 #pragma unroll 1
   while (true) {
-#pragma unroll
-    for (int n = 0; n < kJobs * kTiles; ++n) {
-      double (&sum)[4] = sums[n / kTiles][n % kTiles];
-      sum[0] = sum[1] = sum[2] = sum[3] = 0;
-    }
+    zero_sums(sums);
     bool nonfinite = false;
     int unit = first + thread_t().team(), slot = 0;
     {
@@ -417,13 +328,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ptx::wait_copy_groups<0>();
     __syncthreads();  // k and v have arrived
     if (is_exact) {
-#pragma unroll 1
-      for (int n = thread_t().warp; n < 2 * kStepsN; n += kWarps) {
-        const unsigned odd = clean(shared_keys() + n * kRowsSize);
-        if (thread_t().lane == 0 && odd != 0) {
-          atomicOr(&block.odd_keys[n % kStepsN], odd);
-        }
-      }
+      clean_keys(block.odd_keys);
       __syncthreads();  // the cleaned values are stored
     }
 #pragma unroll 1
@@ -453,9 +358,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           weigh(block, own, shared_tile(me.team()), params, grads, is_exact, delta,
                 sink_terms, found);
         } else if (me.member() == 0 && me.lane < own.num_rows) {
-          const index_t row = own.row + own.i0 + me.lane;
-          delta[row] = 0;
-          if (kHasSinks && sink_terms != nullptr) sink_terms[row] = 0;
+          own.write_row(me.lane, 0, 0, 1, delta, sink_terms);
         }
         prepare(block.tiles[me.team()][slot ^ 1], unit + kTeams);
         sync_team(me);  // P and dS are complete, and the next tile is known
@@ -493,10 +396,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
     }
-#pragma unroll
-    for (int n = 0; n < kJobs * kTiles * 4; ++n) {
-      nonfinite |= !is_finite(sums[n / (4 * kTiles)][n / 4 % kTiles][n % 4]);
-    }
+    find_nonfinite(sums, nonfinite);
     if (is_exact) {
       if (nonfinite) *found = 1;
       break;
@@ -509,7 +409,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   share_sums(sums);
   __syncthreads();  // the sums are complete
   const index_t split = split_index(num_splits);
-  write_sums(dv, block.kept.of[2], shared_keys(), 1, dim_v, split, params, grads, 1);
-  write_sums(dk, block.kept.of[1], shared_keys() + kKeysSize, 0, dim, split, params,
-             grads, params.scale);
+  write_sums<2 * kKeysSize>(dv, block.kept.of[2], shared_keys(), 1, dim_v, split,
+                            params, grads, 1);
+  write_sums<2 * kKeysSize>(dk, block.kept.of[1], shared_keys() + kKeysSize, 0, dim,
+                            split, params, grads, params.scale);
 }

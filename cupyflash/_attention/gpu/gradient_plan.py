@@ -17,6 +17,20 @@ from cupyflash._cuda.launch_sequence import Result, Step, num_bytes
 FOUND_BYTES = 256  # found_t, rounded up to the alignment of memory
 
 
+def last_arguments(layout, struct) -> tuple[str | bytes, ...]:
+    """The options and params_t, and the struct with the strides of all gradients.
+
+    They are the last arguments of the kernels that write dq, dk and dv in one launch.
+    """
+    dims = layout.batch_dims
+    fields = layout.grads | gradient_layout.operands_of_targets(layout)
+    return (
+        *OPTIONS_AND_OFFSET,
+        PARAMS.pack(layout.params, kBatchDims=dims),
+        struct.pack(fields, kBatchDims=dims),
+    )
+
+
 def gradient_results(problem) -> dict[str, Result | None]:
     """The results of a call, in the order of AttentionGrads, as kernels write them."""
     forward = problem.forward
@@ -54,6 +68,11 @@ class Part(NamedTuple):
     def launches(self, inputs, *after) -> list[Step]:
         """The launch of the kernel, and the sums of its terms."""
         return [self.launch(inputs, *after), *self.sums]
+
+    def for_finish(self) -> "Part":
+        """The same for dq in splits, whose terms Kernels.finish() adds: dq_splits."""
+        terms = {"dq_splits": self.terms["dq_terms"]}
+        return self._replace(into=("dq_splits",), sums=(), terms=terms)
 
 
 class Kernels:
@@ -123,6 +142,13 @@ class Kernels:
         blocks = -(-seqlen // tile.block_m) * chunks
         other = forward.seqlen_k if part == "queries" else forward.seqlen_q
         return self.part(part, tile, blocks, -(-other // tile.block_n), names)
+
+    def finish(self, part, **more) -> Part:
+        """The kernel that adds dq and totals of the splits of a loop."""
+        targets = {"dq": self.layout.targets["dq"]}
+        entries = gradient_layout.keep_entries(self.layout.shape, targets)
+        blocks = self.row.blocks_of_finish(self.forward)
+        return self.part_of(part, None, blocks, entries, ("dq",), **more)
 
     def bias(self, **more) -> Part:
         """The kernel for dbias."""
@@ -211,6 +237,19 @@ class Kernels:
         fields = gradient_layout.entries_fields(entries, targets)
         params = self.params, self.grads(**fields)
         return Part(tuple(names), config, into, params, tuple(sums), terms)
+
+    def sum_of_splits(self, name, splits) -> tuple[Step, int]:
+        """The sum of the terms of dq, dk or dv that `splits` blocks wrote; their bytes.
+
+        Terms of dk and dv are sums over the query heads that share a head of k.
+        """
+        forward, target = self.forward, self.layout.targets[name]
+        entries = self.layout.shape if name == "dq" else self.layout.shape[:-1]
+        shape = (splits, *entries, *self.matrix(name))
+        of_entries = target.entries[: len(entries)]
+        strides = (0, *of_entries, target.row, target.col)
+        sums = self.sum(shape, strides, forward.dtype, name)
+        return sums, num_bytes(shape, forward.compute_dtype)
 
     def sum(self, shape, out_strides, dtype, name) -> Step:
         """Contiguous terms of `shape`, summed along axes where `out_strides` is 0."""

@@ -128,6 +128,11 @@ def without_bits(problem: AttentionProblem) -> AttentionProblem:
     return replace(problem, mask=None) if has_bits(problem) else problem
 
 
+def switches(problem: AttentionProblem) -> dict[str, int]:
+    """What a kernel is compiled with to read bits, if there are any."""
+    return {"MASK_BITS": 1} if has_bits(problem) else {}
+
+
 def add_bits(
     launches: list["Step"],
     scratch: dict[str, int],
@@ -141,6 +146,11 @@ def add_bits(
     launches.append(bits.step())
     scratch[NAME] = bits.num_bytes
     return (bits.argument(),)
+
+
+def configs(problem: AttentionProblem, batch_dims: int) -> tuple[LaunchConfig, ...]:
+    """The launch of add_bits(), if there is one."""
+    return (config(MOST_KEYS, batch_dims),) if has_bits(problem) else ()
 
 
 def config(block_n: int, batch_dims: int, num_rows: int = 1) -> LaunchConfig:

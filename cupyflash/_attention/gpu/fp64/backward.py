@@ -243,9 +243,8 @@ class TensorFloat64VjpKernel(BackwardSpec):
                 **({"LOOP_SPLITS": 1} if splits > 1 else {}),
                 **attention_config.two_level_sum(forward, part),
             }
-            if mask_bits.has_bits(forward):
-                switches["MASK_BITS"] = 1
-                forward = mask_bits.without_bits(forward)
+            switches |= mask_bits.switches(forward)
+            forward = mask_bits.without_bits(forward)
         return attention_config.launch_config(
             forward,
             batch_dims,
@@ -261,8 +260,7 @@ class TensorFloat64VjpKernel(BackwardSpec):
     def configs(self, forward, batch_dims, device, everything):
         """See BackwardSpec; dbias belongs to the portable row."""
         yield rows_config(forward, batch_dims)
-        if mask_bits.has_bits(forward):
-            yield mask_bits.config(mask_bits.MOST_KEYS, batch_dims)
+        yield from mask_bits.configs(forward, batch_dims)
         yield self.config("finish", None, forward, batch_dims, "float64", 1)
         tiles = self.fitting(forward, device)[: None if everything else 1]
         for tile, part, splits in itertools.product(tiles, _PARTS, (1, 2)):

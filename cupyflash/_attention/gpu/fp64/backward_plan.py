@@ -4,8 +4,7 @@ import math
 
 from cupyflash._attention.gpu import gradient_layout, mask_bits
 from cupyflash._attention.gpu.gradient_plan import Kernels, Part, sinks
-from cupyflash._attention.gpu.simt import backward as simt_backward
-from cupyflash._attention.gpu.simt.fallback import fallbacks, recomputed_lse
+from cupyflash._attention.gpu.simt.fallback import fallbacks, portable_bias
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
 
@@ -18,13 +17,7 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     make = Kernels(row, forward, layout, device)
-    new_lse, bias = Steps([]), None
-    lse: str | int = 0
-    if problem.need_dbias and forward.seqlen_k:
-        # Computed by the portable kernel, and so with an lse of its rounding.
-        new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"
-        own = gradient_layout.with_new_lse(problem, operands)
-        bias = Kernels(simt_backward.FALLBACK, forward, own, device).bias()
+    new_lse, lse, bias = portable_bias(problem, operands, device)
     add_sinks, sink_terms = sinks(problem, make)
     rows_bytes = num_bytes(problem.rows_shape, "float64")
     scratch = {
@@ -42,14 +35,10 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
     of_rows = "dsinks_terms" if add_sinks else 0
     queries, *splits = _own(make, "queries", ("dq",))
     if splits:
-        terms = queries.terms["dq_terms"]
-        queries = queries._replace(
-            into=("dq_splits",), sums=(), terms={"dq_splits": terms}
-        )
         scratch["totals"] = rows_bytes * splits[0]
-        add(queries, (*inputs, "totals", 0, *splits), "found", *of_mask)
+        add(queries.for_finish(), (*inputs, "totals", 0, *splits), "found", *of_mask)
         sums = ("dq_splits", "totals", "lse", "delta")
-        add(_finish(make), (*sums, "factor", of_rows, *splits), "found")
+        add(make.finish("finish"), (*sums, "factor", of_rows, *splits), "found")
     else:
         add(queries, (*inputs, "factor", of_rows), "found", *of_mask)
     if forward.seqlen_k:
@@ -82,11 +71,3 @@ def _own(make: Kernels, part, names) -> tuple[Part, *tuple[int, ...]]:
         return (make.part(part, tile, blocks, walk, names),)
     blocks = -(-own // shared.block_m)
     return make.part_of(part, shared, blocks, entries, names, splits=splits), splits
-
-
-def _finish(make: Kernels) -> Part:
-    """The kernel that adds dq and totals of the splits of a loop."""
-    targets = {"dq": make.layout.targets["dq"]}
-    entries = gradient_layout.keep_entries(make.layout.shape, targets)
-    blocks = make.row.blocks_of_finish(make.forward)
-    return make.part_of("finish", None, blocks, entries, ("dq",))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.mask_bits import has_bits, without_bits
+from cupyflash._attention.gpu import mask_bits
 from cupyflash._attention.gpu.spec import ForwardSpec, refuse_dtype
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
@@ -135,7 +135,7 @@ class TensorFloat64Kernel(ForwardSpec):
     def _tiles(self, problem, device):
         """The tiles that fit on `device`, all with the block_n of the first."""
         dims, drifts = self._dims(problem), not _spills_drifting(problem, device)
-        has_terms = attention_config.has_terms(without_bits(problem))
+        has_terms = attention_config.has_terms(mask_bits.without_bits(problem))
         is_crowded = _num_options(problem) > _OPTIONS_BESIDE_Q
         tiles = [
             tile
@@ -193,10 +193,9 @@ class TensorFloat64Kernel(ForwardSpec):
         if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         switches |= attention_config.two_level_sum(problem)
-        if has_bits(problem):
-            switches["MASK_BITS"] = 1
+        switches |= mask_bits.switches(problem)
         return attention_config.launch_config(
-            without_bits(problem),
+            mask_bits.without_bits(problem),
             batch_dims,
             attention_config.num_tiles(problem, tile.block_m),
             tile.num_threads,

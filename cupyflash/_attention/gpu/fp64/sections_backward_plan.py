@@ -7,8 +7,7 @@ from cupyflash._attention.gpu import gradient_layout
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.fp64.sections_backward import SECTION
 from cupyflash._attention.gpu.gradient_plan import Kernels, sinks
-from cupyflash._attention.gpu.simt import backward as simt_backward
-from cupyflash._attention.gpu.simt.fallback import fallbacks, recomputed_lse
+from cupyflash._attention.gpu.simt.fallback import fallbacks, portable_bias
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
 
@@ -21,13 +20,7 @@ def sections_float64_steps(row, problem, operands, device) -> Steps:
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     make = Kernels(row, forward, layout, device)
-    new_lse, bias = Steps([]), None
-    lse: str | int = 0
-    if problem.need_dbias:
-        # Computed by the portable kernel, and so with an lse of its rounding.
-        new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"
-        own = gradient_layout.with_new_lse(problem, operands)
-        bias = Kernels(simt_backward.FALLBACK, forward, own, device).bias()
+    new_lse, lse, bias = portable_bias(problem, operands, device)
     add_sinks, sink_terms = sinks(problem, make)
     of_rows = "dsinks_terms" if add_sinks else 0
 

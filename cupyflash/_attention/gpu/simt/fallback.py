@@ -55,6 +55,20 @@ def fallbacks(forward, layout, device, overlaps=False) -> list[Part]:
     ]
 
 
+def portable_bias(problem, operands, device) -> tuple[Steps, str | int, Part | None]:
+    """For other rows: an lse of the rounding of the portable kernel for dbias; it.
+
+    The launches that compute the lse, its name, and the kernel; nothing, 0 and None if
+    there is no dbias to compute.
+    """
+    forward = problem.forward
+    if not problem.need_dbias or not forward.seqlen_k:
+        return Steps([]), 0, None
+    own = gradient_layout.with_new_lse(problem, operands)
+    bias = Kernels(simt_backward.FALLBACK, forward, own, device).bias()
+    return recomputed_lse(problem, operands, device), "recomputed_lse", bias
+
+
 def recomputed_lse(problem, operands, device) -> Steps:
     """A recomputed lse, from scores with the rounding of the portable gradient kernels.
 

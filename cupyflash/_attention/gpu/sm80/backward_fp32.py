@@ -194,9 +194,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
             switches |= two_level_sum(forward, part[1:])
-            if mask_bits.has_bits(forward):
-                switches["MASK_BITS"] = 1
-                forward = mask_bits.without_bits(forward)
+            switches |= mask_bits.switches(forward)
+            forward = mask_bits.without_bits(forward)
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         if splits > 1:
@@ -246,8 +245,7 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
 
     def configs(self, forward, batch_dims, device, everything):
         yield rows_config(forward, batch_dims)
-        if mask_bits.has_bits(forward):
-            yield mask_bits.config(mask_bits.MOST_KEYS, batch_dims)
+        yield from mask_bits.configs(forward, batch_dims)
         for part, splits in (("_prepare", 1), ("_finish", 2)):
             yield self.config(part, None, forward, batch_dims, "float32", 1, splits)
         dim, parts = self.dim(forward), self.parts(forward)

@@ -9,7 +9,7 @@ from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._attention.gpu.simt.fallback import (
     fallback,
     fallback_together,
-    recomputed_lse,
+    portable_bias,
 )
 from cupyflash._attention.gpu.sm80.backward_fp32 import made_by, makes
 from cupyflash._cuda.launch_sequence import Steps
@@ -24,11 +24,7 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
     own = gradient_layout.with_new_lse(problem, operands)
     make = Kernels(row, forward, layout, device)
     slow = Kernels(simt_backward.FALLBACK, forward, own, device)
-    new_lse, bias = Steps([]), None
-    lse: str | int = 0
-    if problem.need_dbias:
-        new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"
-        bias = slow.bias()
+    new_lse, lse, bias = portable_bias(problem, operands, device)
     add_sinks, sink_terms = sinks(problem, slow)
     num_tiles, split_bytes = row.split_operands(forward)
     prepare = row.config(
@@ -63,15 +59,13 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
         add(queries, *asked, after=of_mask)
     else:
         *_, splits = numbers
-        terms = queries.terms["dq_terms"]
-        queries = queries._replace(
-            into=("dq_splits",), sums=(), terms={"dq_splits": terms}
-        )
         scratch["totals"] = 4 * num_rows * splits
         asked = "split", "lse", "delta", "totals", "found", *numbers
-        add(queries, *asked, after=of_mask)
+        add(queries.for_finish(), *asked, after=of_mask)
+        # The switch makes it read sums of splits, however many there are.
+        finish = make.finish("_finish", LOOP_SPLITS=1)
         rows = ("lse", "delta", "stats", "found")
-        add(_finish(make), "dq_splits", "totals", *rows, splits)
+        add(finish, "dq_splits", "totals", *rows, splits)
     for names in made_by("_keys", row.tile("_keys", forward, device)):
         keys, *numbers = _own(make, "_keys", names)
         add(keys, "split", "stats", "found", *numbers, after=of_mask)
@@ -114,12 +108,3 @@ def _own(make: Kernels, part, names) -> tuple[Part, *tuple[int, ...]]:
     num_summed = math.prod(layout.shape) // entries.num_kept
     section = make.row.section(part, forward, device, entries.num_kept, num_summed)
     return (made, section) if splits == 1 else (made, section, splits)
-
-
-def _finish(make: Kernels) -> Part:
-    """The kernel that adds dq and totals of the splits of a loop."""
-    forward, layout = make.forward, make.layout
-    entries = gradient_layout.keep_entries(layout.shape, {"dq": layout.targets["dq"]})
-    blocks = make.row.blocks_of_finish(forward)
-    # The switch makes it read sums of splits, however many there are.
-    return make.part_of("_finish", None, blocks, entries, ("dq",), LOOP_SPLITS=1)

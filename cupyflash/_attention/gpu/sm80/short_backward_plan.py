@@ -1,9 +1,7 @@
 """The launches of the gradients of short entries."""
 
 from cupyflash._attention.gpu import gradient_layout
-from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
-from cupyflash._attention.gpu.gradient_plan import Kernels
-from cupyflash._attention.gpu.params import PARAMS
+from cupyflash._attention.gpu.gradient_plan import Kernels, last_arguments
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm80.short_backward import SHORT_GRADS
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
@@ -18,7 +16,6 @@ def short_vjp_steps(row, problem, operands, device) -> Steps:
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     dims = layout.batch_dims
-    fields = layout.grads | gradient_layout.operands_of_targets(layout)
     scratch = {"found": 4, "delta": num_bytes(problem.rows_shape, "float32")}
     splits = row.num_splits(forward, device)
     of_splits: tuple[int, ...] = ()
@@ -27,17 +24,11 @@ def short_vjp_steps(row, problem, operands, device) -> Steps:
         make = Kernels(row, forward, layout, device)
         of_splits, of_keys = (splits,), ("dk_terms", "dv_terms")
         for name in ("dk", "dv"):
-            target = layout.targets[name]
-            shape = (splits, *layout.shape[:-1], *make.matrix(name))
-            strides = (0, *target.entries[:-1], target.row, target.col)
-            sums.append(make.sum(shape, strides, forward.dtype, name))
-            scratch[f"{name}_terms"] = num_bytes(shape, "float32")
+            step, scratch[f"{name}_terms"] = make.sum_of_splits(name, splits)
+            sums.append(step)
     arguments = (
         "q", "k", "v", "dout", "out", "lse", "dlse", "delta", *of_splits, "dq",
-        *of_keys, "found",
-        *OPTIONS_AND_OFFSET,
-        PARAMS.pack(layout.params, kBatchDims=dims),
-        SHORT_GRADS.pack(fields, kBatchDims=dims),
+        *of_keys, "found", *last_arguments(layout, SHORT_GRADS),
     )  # fmt: skip
     launches = [(row.config(forward, dims, device, splits), arguments), *sums]
     inputs = ("q", "k", "v", "dout", "lse", "delta")

@@ -3,15 +3,15 @@
 import dataclasses
 import math
 
+import fp64_vjp_laws
 import numpy as np
 import pytest
 import small_entries
-from accuracy import max_error, to_host
-from placing import ROW_FORMS, place
+from accuracy import max_error
+from placing import ROW_FORMS
 from test_attention_vjp import agree, gradients, inputs
 from test_fp64_backward import ARCHS, HOPPER, OPTIONS, launches, shapes
 
-import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.fp64.few_backward import FEW_F64_VJP as ROW
@@ -160,25 +160,8 @@ def test_options(cupy, rng, name, seqlens, dims):
 @pytest.mark.parametrize("head_dim", [64, 96])
 def test_all_options(cupy, rng, seqlens, head_dim):
     queries, keys = seqlens
-    options = {
-        "bias": rng.normal(size=(2, queries, keys)),
-        "mask": rng.random((queries, keys)) < 0.8,
-        "sinks": rng.normal(size=2),
-        "alibi_slopes": rng.random(2) * 0.1,
-        "query_lengths": np.array([queries - 3, 2]),
-        "key_lengths": np.array([keys - 7, keys]),
-        "softcap": 4.0,
-        "window": (600, 600),
-    }
     q, k = (2, 2, queries, head_dim), (2, 2, keys, head_dim)
-    arrays = inputs(rng, "float64", q=q, k=k)
-    agree(cupy, *arrays, need_dbias=False, **options)
-    for name in ("sinks", "query_lengths", "key_lengths", "mask", "alibi_slopes"):
-        agree(cupy, *arrays, **{name: options[name]})
-    agree(cupy, *arrays, bias=options["bias"], need_dbias=False)
-    dlse = rng.normal(size=(2, 2, queries))
-    agree(cupy, *arrays, dlse=dlse, causal=True)
-    agree(cupy, *arrays, dlse=dlse, sinks=options["sinks"], causal=True)
+    fp64_vjp_laws.all_options(cupy, rng, q, k, [queries - 3, 2])
 
 
 @pytest.mark.gpu
@@ -214,61 +197,26 @@ def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("seqlens", [(4, 60), (12, 600)])
 def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens):
-    queries, keys = seqlens
-    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, 64))
-    mask = np.ones(seqlens, bool)
-    mask[:, 4:9], mask[1] = False, False
-    clean = gradients(cupy, q, k, v, dout, mask=mask)
-    by_length = {"query_lengths": queries - 2, "key_lengths": keys - 3}
-    padded = gradients(cupy, q, k, v, dout, **by_length)
-    given = [x.copy() for x in (q, k, v, dout)]
-    given[1][:, 4:9], given[2][:, 4:9] = bad, bad
-    given[0][:, 1], given[3][:, 1] = bad, bad
-    hidden = gradients(cupy, *given, mask=mask)
-    for a, b in zip(clean[:3], hidden[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a), to_host(b))
-    q[:, -1:], dout[:, -2:], k[:, -2:], v[:, -1:] = bad, bad, bad, bad
-    again = gradients(cupy, q, k, v, dout, **by_length)
-    for a, b in zip(padded[:3], again[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a), to_host(b))
+    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+    fp64_vjp_laws.what_nobody_sees_leaves_the_bits_as_they_are(
+        cupy, arrays, bad, slice(1, 2)
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(4, 60), (12, 600)])
 def test_values_that_are_not_finite(cupy, rng, seqlens):
     arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
-    for n, bad in ((0, np.nan), (1, np.inf), (1, np.nan), (3, np.nan)):
-        given = [x.copy() for x in arrays]
-        given[n][0, 2, 5] = bad
-        agree(cupy, *given)
-        agree(cupy, *given, causal=True)
-    arrays[2][0, 3, 5] = np.nan
-    host, device = (gradients(xp, *arrays, causal=True) for xp in (np, cupy))
-    for a, b in zip(host[:3], device[:3], strict=True):
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(to_host(b)))
+    fp64_vjp_laws.values_that_are_not_finite(cupy, arrays, row=2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(4, 60), (12, 600)])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_lse_of_other_roundings(cupy, rng, seqlens, has_sinks):
-    """Weights sum to 1 whatever lse was rounded to, unless it knows of more keys."""
-    q, k, v, dout = (
-        place(cupy, x) for x in inputs(rng, "float64", **shapes(*seqlens, 64))
-    )
-    more = {"sinks": place(cupy, rng.normal(size=2))} if has_sinks else {}
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **more)
-
-    def call(out, lse):
-        return cupyflash.attention_vjp(dout, q, k, v, out, lse, **more)[:3]
-
-    exact = call(out, lse)
-    near = call(out, lse * (1 + 4e-16))
-    half = call(out, lse + np.log(2))
-    for a, b, c in zip(exact, near, half, strict=True):
-        largest = np.abs(to_host(a)).max()
-        assert max_error(b, to_host(a)) <= 1e-14 * largest
-        assert max_error(c, to_host(a) / 2) <= 1e-13 * largest
+    arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
+    sinks = rng.normal(size=2) if has_sinks else None
+    fp64_vjp_laws.lse_of_other_roundings(cupy, arrays, sinks)
 
 
 @pytest.mark.gpu
@@ -277,6 +225,4 @@ def test_the_same_bits_in_every_run(cupy, rng, seqlens):
     arrays = inputs(rng, "float64", **shapes(*seqlens, 64))
     is_shared = "few_backward_totals.cu" in launches(cupy, *arrays)
     assert is_shared == (math.prod(seqlens) > 1000)
-    first, again = (gradients(cupy, *arrays) for _ in range(2))
-    for a, b in zip(first[:3], again[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a), to_host(b))
+    fp64_vjp_laws.the_same_bits_again(cupy, arrays)

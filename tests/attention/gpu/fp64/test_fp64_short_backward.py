@@ -2,15 +2,15 @@
 
 import dataclasses
 
+import fp64_vjp_laws
 import numpy as np
 import pytest
 import small_entries
 from accuracy import assert_as_accurate, max_error, to_host
-from placing import ROW_FORMS, place
+from placing import ROW_FORMS
 from test_attention_vjp import agree, gradients, inputs
 from test_fp64_backward import ARCHS, HOPPER, OPTIONS, launches, shapes
 
-import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.fp64.short_backward import SHORT_F64_VJP as ROW
@@ -174,25 +174,8 @@ def test_options(cupy, rng, name, seqlens, dims):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_all_options(cupy, rng, seqlens, head_dim):
     queries, keys = seqlens
-    options = {
-        "bias": rng.normal(size=(4, queries, keys)),
-        "mask": rng.random((queries, keys)) < 0.8,
-        "sinks": rng.normal(size=4),
-        "alibi_slopes": rng.random(4) * 0.1,
-        "query_lengths": np.array([queries - 3, 20]),
-        "key_lengths": np.array([keys - 7, keys]),
-        "softcap": 4.0,
-        "window": (600, 600),
-    }
     q, k = (2, 4, queries, head_dim), (2, 2, keys, head_dim)
-    arrays = inputs(rng, "float64", q=q, k=k)
-    agree(cupy, *arrays, need_dbias=False, **options)
-    for name in ("sinks", "query_lengths", "key_lengths", "mask", "alibi_slopes"):
-        agree(cupy, *arrays, **{name: options[name]})
-    agree(cupy, *arrays, bias=options["bias"], need_dbias=False)
-    dlse = rng.normal(size=(2, 4, queries))
-    agree(cupy, *arrays, dlse=dlse, causal=True)
-    agree(cupy, *arrays, dlse=dlse, sinks=options["sinks"], causal=True)
+    fp64_vjp_laws.all_options(cupy, rng, q, k, [queries - 3, 20])
 
 
 @pytest.mark.gpu
@@ -232,23 +215,10 @@ def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
 @pytest.mark.parametrize("seqlens", [(60, 12), (600, 30)])
 @pytest.mark.parametrize("dim", [64, 160])
 def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens, dim):
-    queries, keys = seqlens
-    q, k, v, dout = inputs(rng, "float64", **shapes(*seqlens, dim))
-    mask = np.ones(seqlens, bool)
-    mask[:, 4:9], mask[33:35] = False, False
-    clean = gradients(cupy, q, k, v, dout, mask=mask)
-    by_length = {"query_lengths": queries - 2, "key_lengths": keys - 3}
-    padded = gradients(cupy, q, k, v, dout, **by_length)
-    given = [x.copy() for x in (q, k, v, dout)]
-    given[1][:, 4:9], given[2][:, 4:9] = bad, bad
-    given[0][:, 33:35], given[3][:, 33:35] = bad, bad
-    hidden = gradients(cupy, *given, mask=mask)
-    for a, b in zip(clean[:3], hidden[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a), to_host(b))
-    q[:, -1:], dout[:, -2:], k[:, -2:], v[:, -1:] = bad, bad, bad, bad
-    for a, b in zip(padded, gradients(cupy, q, k, v, dout, **by_length), strict=True):
-        if a is not None:
-            np.testing.assert_array_equal(to_host(a), to_host(b))
+    arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
+    fp64_vjp_laws.what_nobody_sees_leaves_the_bits_as_they_are(
+        cupy, arrays, bad, slice(33, 35)
+    )
 
 
 @pytest.mark.gpu
@@ -256,15 +226,7 @@ def test_what_nobody_sees_leaves_the_bits_as_they_are(cupy, rng, bad, seqlens, d
 @pytest.mark.parametrize("dim", [64, 256])
 def test_values_that_are_not_finite(cupy, rng, seqlens, dim):
     arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
-    for n, bad in ((0, np.nan), (1, np.inf), (1, np.nan), (3, np.nan)):
-        given = [x.copy() for x in arrays]
-        given[n][0, 3, 5] = bad
-        agree(cupy, *given)
-        agree(cupy, *given, causal=True)
-    arrays[2][0, 3, 5] = np.nan
-    host, device = (gradients(xp, *arrays, causal=True) for xp in (np, cupy))
-    for a, b in zip(host[:3], device[:3], strict=True):
-        np.testing.assert_array_equal(np.isfinite(a), np.isfinite(to_host(b)))
+    fp64_vjp_laws.values_that_are_not_finite(cupy, arrays, row=3)
 
 
 @pytest.mark.gpu
@@ -289,9 +251,7 @@ def test_shared_queries_have_the_same_bits_again(cupy, rng, seqlens, dim):
     arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
     assert "backward_reduce.cu" in launches(cupy, *arrays)
     agree(cupy, *arrays)
-    first, again = (gradients(cupy, *arrays) for _ in range(2))
-    for a, b in zip(first[:3], again[:3], strict=True):
-        np.testing.assert_array_equal(to_host(a), to_host(b))
+    fp64_vjp_laws.the_same_bits_again(cupy, arrays)
 
 
 @pytest.mark.gpu
@@ -299,22 +259,7 @@ def test_shared_queries_have_the_same_bits_again(cupy, rng, seqlens, dim):
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_lse_of_other_roundings(cupy, rng, seqlens, has_sinks, dim):
-    """Weights sum to 1 whatever lse was rounded to, unless it knows of more keys."""
-    q, k, v, dout = (
-        place(cupy, x) for x in inputs(rng, "float64", **shapes(*seqlens, dim))
-    )
-    more = {"sinks": place(cupy, rng.normal(size=2))} if has_sinks else {}
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **more)
-
-    def call(out, lse):
-        need = {"need_dsinks": True} if has_sinks else {}
-        found = cupyflash.attention_vjp(dout, q, k, v, out, lse, **more, **need)
-        return [x for x in found if x is not None]
-
-    exact = call(out, lse)
-    near = call(out, lse * (1 + 4e-16))
-    half = call(out, lse + np.log(2))
-    for a, b, c in zip(exact, near, half, strict=True):
-        largest = np.abs(to_host(a)).max()
-        assert max_error(b, to_host(a)) <= 1e-14 * largest
-        assert max_error(c, to_host(a) / 2) <= 1e-13 * largest
+    arrays = inputs(rng, "float64", **shapes(*seqlens, dim))
+    sinks = rng.normal(size=2) if has_sinks else None
+    need = {"need_dsinks": True} if has_sinks else {}
+    fp64_vjp_laws.lse_of_other_roundings(cupy, arrays, sinks, **need)

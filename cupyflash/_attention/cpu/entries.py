@@ -70,7 +70,7 @@ _SMALL_DOT = 10_000
 # a product of one piece.
 _FEW_SCORES = 1_200
 # Cost of a single entry whose rows two threads share, and of some entries that they do.
-WORTH_HALVES = 20_000_000, 28_000_000
+WORTH_HALVES = 16_000_000, 28_000_000
 # The cut is a multiple of the rows that tiles of BLAS have (4, 8, 12, 24), so that it
 # rounds as without one.
 _ROWS_OF_TILES = 24

@@ -10,9 +10,11 @@ from test_fuzz import first_of
 from cupyflash._cuda.device import device_of_arch
 from cupyflash._cuda.kernel import Variant
 
-pytestmark = pytest.mark.skipif(
-    bool(front_end.unusable()), reason=front_end.unusable() or "has all it needs"
-)
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler():
+    if why := front_end.unusable():
+        pytest.skip(why)
 
 
 @pytest.mark.parametrize("operation", ["attention", "attention_vjp", "softmax"])

@@ -104,9 +104,9 @@ def representative():
     yield made_up("bfloat16", bias="bfloat16"), 1
     yield made_up("float64", **_ALL_OPTIONS), 3
     for dtype, head_dim in itertools.product(("float32", "float64"), (64, 128, 256)):
-        in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
+        split = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
         for seqlen_q in (8, 64, 512):
-            yield replace(in_parts, seqlen_q=seqlen_q), 2
+            yield replace(split, seqlen_q=seqlen_q), 2
     for dtype in ("bfloat16", "float32", "float64"):
         yield with_functions(made_up(dtype)), 1
         yield with_functions(made_up(dtype, 128, softcap=30.0)), 1

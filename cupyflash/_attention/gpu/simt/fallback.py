@@ -56,10 +56,11 @@ def fallbacks(forward, layout, device, overlaps=False) -> list[Part]:
 
 
 def portable_bias(problem, operands, device) -> tuple[Steps, str | int, Part | None]:
-    """For other rows: an lse of the rounding of the portable kernel for dbias; it.
+    """dbias by the portable kernel, for rows that compute the other gradients.
 
-    The launches that compute the lse, its name, and the kernel; nothing, 0 and None if
-    there is no dbias to compute.
+    Returns the launches of an lse that is rounded as that kernel rounds scores, the
+    name of that lse, and the kernel; no launches, 0 and None where there is no dbias to
+    compute.
     """
     forward = problem.forward
     if not problem.need_dbias or not forward.seqlen_k:

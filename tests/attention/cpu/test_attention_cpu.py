@@ -682,6 +682,35 @@ def test_halves_that_are_not_finite_take_the_long_way(rng, ways, bad):
     assert (told["rows_of_a_task"], told["threads"]) == (120, 2)
 
 
+@pytest.mark.parametrize("dims", [(8, 3), (8, 1), (1, 1), (64, 1)])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("lies", ["C", "F", "reversed", "swapped"])
+def test_narrow_views_have_the_bits_of_the_first_call(rng, dims, layout, lies):
+    """Copies of what BLAS cannot read round otherwise than it does as it lies."""
+    lay = {
+        "C": np.ascontiguousarray,
+        "F": np.asfortranarray,
+        "reversed": lambda x: np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+        "swapped": lambda x: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+    }[lies]
+    for dtype, (batch, rows, keys) in itertools.product(
+        ("float32", "float64"), ((1, 1, 130), (40, 1, 17), (5, 64, 17), (2, 130, 64))
+    ):
+        shape = (batch, 3, 0) if layout == "bhsd" else (batch, 0, 3)
+        axis = 2 if layout == "bhsd" else 1
+        q, k, v = (
+            lay(
+                rng.normal(size=(*shape[:axis], n, *shape[axis + 1 :], d)).astype(dtype)
+            )
+            for n, d in ((rows, dims[0]), (keys, dims[0]), (keys, dims[1]))
+        )
+        q, k, v = (lay(x.astype(dtype)) for x in (q, k, v))
+        first, *others = (
+            cupyflash.attention(q, k, v, layout=layout).tobytes() for _ in range(3)
+        )
+        assert others == [first] * 2, (dtype, batch, rows, keys)
+
+
 @pytest.mark.parametrize("batch", [7, 8])
 def test_what_would_be_two_boxes_goes_in_halves_if_these_are_equal(rng, ways, batch):
     q, k, v = arrays(rng, batch, 64, 64, 64, heads=8, kv_heads=8)

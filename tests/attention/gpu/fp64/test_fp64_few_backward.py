@@ -6,6 +6,7 @@ import math
 import fp64_vjp_laws
 import numpy as np
 import pytest
+import scipy.special
 import small_entries
 from accuracy import max_error
 from placing import ROW_FORMS
@@ -171,6 +172,28 @@ def test_strides(cupy, rng, form):
     agree(cupy, *arrays, forms=dict.fromkeys(("q", "k", "v", "dout", "out"), form))
 
 
+def product_in_order(a, b):
+    """A @ b with each sum in the order of its terms, and every step rounded.
+
+    BLAS has several sums for each number, as many as fit a machine: of large scores
+    the formula is then more exact on some machines than on others, up to four times.
+    """
+    total = np.zeros((*a.shape[:-1], b.shape[-1]))
+    for term in range(a.shape[-1]):
+        total += a[..., term, None] * b[..., None, term, :]
+    return total
+
+
+def plain_gradients(dout, q, k, v):
+    """dq, dk and dv by the formula with P in memory, by `product_in_order`."""
+    scale = q.shape[-1] ** -0.5
+    p = scipy.special.softmax(scale * product_in_order(q, k.swapaxes(1, 2)), axis=-1)
+    dp = product_in_order(dout, v.swapaxes(1, 2))
+    ds = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    dq, dk = product_in_order(ds, k), product_in_order(ds.swapaxes(1, 2), q)
+    return scale * dq, scale * dk, product_in_order(p.swapaxes(1, 2), dout)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(4, 60), (16, 1500)])
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -182,15 +205,15 @@ def test_as_accurate_as_the_plain_computation(cupy, rng, seqlens, head_dim):
         q[:, ::5] *= 2
         grads = gradients(cupy, q, k, v, dout)
         exact = reference_vjp.attention_vjp(dout, q, k, v)
-        plain = reference_vjp.plain_attention_vjp(dout, q, k, v)
-        for got, standard, best in zip(grads[:3], plain[:3], exact[:3], strict=True):
+        plain = plain_gradients(dout, q, k, v)
+        for got, standard, best in zip(grads[:3], plain, exact[:3], strict=True):
             size = np.abs(best).max()
             pair = max_error(got, best), max_error(standard, best)
             errors.append([float(x / size) for x in pair])
     errors = np.reshape(errors, (10, 3, 2))
     assert errors[..., 0].max() <= 1e-13
     got, standard = errors.mean(axis=0).T
-    assert (got <= 3 * standard + np.finfo(np.float64).eps).all(), (got, standard)
+    assert (got <= 2 * standard + np.finfo(np.float64).eps).all(), (got, standard)
 
 
 @pytest.mark.gpu

@@ -77,7 +77,9 @@ template <int kCols> struct matrix_t {
   template <int kCount, int kThreads>
   __device__ __forceinline__ void load(const elem_t* x, index_t row_stride,
                                        int num_rows, int dim, int thread) const {
-    if constexpr (kThreads < kChunks) {
+    if (!has_aligned_rows(x, row_stride, dim) && has_words(x, row_stride)) {
+      load_words<kCount, kThreads>(x, row_stride, num_rows, dim, thread);
+    } else if constexpr (kThreads < kChunks) {
       static_assert(kChunks % 2 == 0);  // a row in two halves
       load_columns<kCount, kThreads, kChunks / 2>(x, row_stride, num_rows, dim, thread,
                                                   0);
@@ -85,6 +87,22 @@ template <int kCols> struct matrix_t {
                                                   kCols / 2);
     } else {
       load_columns<kCount, kThreads, kChunks>(x, row_stride, num_rows, dim, thread, 0);
+    }
+  }
+
+  // The same in 4-byte words: neighbours copy neighbours.
+  template <int kCount, int kThreads>
+  __device__ __forceinline__ void load_words(const elem_t* x, index_t row_stride,
+                                             int num_rows, int dim, int thread) const {
+    constexpr int kWord = 4, kWords = kChunks * 16 / kWord;  // of a row
+    const unsigned to = address();
+#pragma unroll 4
+    for (int n = thread; n < kCount * kWords; n += kThreads) {
+      const int row = n / kWords, at = n % kWords * kWord;
+      const int left = row < num_rows ? dim * int(sizeof(elem_t)) - at : 0;
+      const elem_t* const from = x + row * row_stride + at / int(sizeof(elem_t));
+      ptx::copy_async_or_zero<kWord>(to + row * kPitch + at, left > 0 ? from : x,
+                                     min(max(left, 0), kWord));
     }
   }
 

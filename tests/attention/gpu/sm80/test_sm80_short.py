@@ -582,6 +582,19 @@ def test_strides(cupy, rng, dtype, form):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("no_gemv")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(7, 50), (50, 103), (103, 30), (9, 1), (126, 2)])
+@pytest.mark.parametrize("form", ["plain", "shifted"])
+def test_rows_of_any_width(cupy, rng, dtype, dims, form):
+    """Copied in words, or one by one where these are of 2 bytes and odd."""
+    dim, dim_v = dims
+    shape = (num_sms(cupy), 2, 19, dim)
+    forms = dict.fromkeys((*"qkv", "dout"), form)
+    agree(cupy, *inputs(rng, dtype, shape, shape, dim_v), forms=forms)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_gemv")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_entries_do_not_know_of_each_other(cupy, rng, dtype):
     shape = (num_sms(cupy) + 5, 2, 40, 64)
     small_entries.check_entries_alone(cupy, rng, dtype, shape, shape)

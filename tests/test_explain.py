@@ -5,6 +5,7 @@ import pytest
 from placing import place
 
 import cupyflash
+import cupyflash.points
 
 METHODS = ("auto", "naive", "safe", "online", "tiled")
 

@@ -16,6 +16,11 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kMinBlocks = MIN_BLOCKS;
 constexpr int kParts = PARTS;  // tf32 numbers per float32
+#ifdef WORDS                   // rows of q, k or v are no whole vectors
+constexpr bool kByWords = true;
+#else
+constexpr bool kByWords = false;
+#endif
 static_assert(kParts == 1 || kParts == 2);
 
 constexpr int kWarps = kNumThreads / kWarpSize;
@@ -82,6 +87,17 @@ __device__ __forceinline__ void copy_rows(unsigned char* to, const float* x,
   ptx::launder(thread);
   ptx::launder(row_stride);
   thread %= kThreads;
+  if constexpr (kByWords) {  // neighbours copy neighbours
+#pragma unroll 8
+    for (int n = thread; n < kRowsOf * kChunks * 4; n += kThreads) {
+      const int row = n / (kChunks * 4), column = n % (kChunks * 4);
+      const bool exists = row < rows && column < columns;
+      ptx::copy_async_or_zero<4>(
+          shared_address(to + Layout::offset(row, column / 4)) + column % 4 * 4,
+          exists ? x + row * row_stride + column : x, exists ? 4 : 0);
+    }
+    return;
+  }
   constexpr bool kFlips = kStep == 2 && Layout::kPeriod == 4;  // the swizzle
   if constexpr (kThreads % kChunks == 0 && (kStep % Layout::kPeriod == 0 || kFlips)) {
     const int row = thread / kChunks, chunk = thread % kChunks;

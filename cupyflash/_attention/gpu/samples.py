@@ -198,6 +198,8 @@ def _few_rows():
             yield replace(asked, softcap=30.0, alibi_slopes="float32"), 1
             yield replace(asked, **_ALL_OPTIONS), 2
             yield replace(asked, precision="tf32"), 1
+            yield replace(asked, no_vectors="they start anywhere"), 1
+            yield replace(asked, **_ALL_OPTIONS, no_vectors="they start anywhere"), 2
         yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
 
 

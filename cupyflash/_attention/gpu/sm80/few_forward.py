@@ -62,8 +62,6 @@ class MmaFewKernel(spec.ForwardSpec):
             return f"takes {least} keys or more, not {problem.seqlen_k}"
         if most_seen(problem) > LONG_SUM:
             return f"sums up to {LONG_SUM} keys"
-        if problem.no_vectors:
-            return problem.no_vectors
         if reason := too_many(self.counts(problem, device)):
             return reason
         smem = self.smem(problem, device)
@@ -113,6 +111,8 @@ class MmaFewKernel(spec.ForwardSpec):
             "MIN_BLOCKS": _MIN_BLOCKS,
             "PARTS": 2 if problem.precision == "float32" else 1,
         }
+        if problem.no_vectors:
+            switches["WORDS"] = 1
         config = launch_config(
             problem,
             batch_dims,

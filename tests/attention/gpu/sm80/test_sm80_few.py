@@ -108,7 +108,6 @@ def test_two_blocks_fit_on_a_multiprocessor(arch, head_dim):
         (problem(keys=127), "sm_90a", "128 keys or more, not 127"),
         (problem(keys=63, head_dim=256), "sm_90a", "64 keys or more, not 63"),
         (problem(keys=(1 << 15) + 1), "sm_90a", "sums up to 32768 keys"),
-        (problem(no_vectors="k starts anywhere"), "sm_90a", "k starts anywhere"),
         (problem(score="s * 2"), "sm_90a", "no score or mask function"),
         (problem(keys=1 << 30, left=3, right=0), "sm_90a", "in 32 bits"),
     ],
@@ -240,8 +239,37 @@ def test_strides(rng, form):
     q, k, v = (x.reshape(3, 2, -1, 52) for x in normal(rng, 20, 140, 52, heads=6))
     placed = [place(cupy, x, form) for x in (q, k, v)]
     expected = cupyflash.attention(*(place(cupy, x) for x in (q, k, v)))
-    close = to_host(cupyflash.attention(*placed)) - to_host(expected)
-    assert np.abs(close).max() <= 2e-6  # rows that start anywhere go to the next row
+    told = str(cupyflash.explain("attention", *placed))
+    assert "on cupy: mma_few" in told
+    assert ("WORDS=1" in told) == (form in ("rows", "shifted"))
+    np.testing.assert_array_equal(
+        to_host(cupyflash.attention(*placed)), to_host(expected)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(6, 128), (17, 191), (32, 513)])
+@pytest.mark.parametrize("dims", [(103, 103), (7, 50), (126, 129), (253, 65)])
+def test_rows_of_any_width(rng, seqlens, dims):
+    """Rows that are no whole vectors are copied in words."""
+    q, k, v = normal(rng, *seqlens, *dims)
+    check(q, k, v)
+    check(q, k, v, causal=True)
+    check(q, k, v, precision="tf32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [50, 201])
+def test_options_of_rows_of_any_width(rng, head_dim):
+    q, k, v = (x[None] for x in normal(rng, 20, 150, head_dim, heads=4))
+    arrays = {
+        "bias": rng.normal(size=(4, 20, 150)).astype("float32"),
+        "mask": rng.random((20, 150)) < 0.8,
+        "sinks": rng.normal(size=4).astype("float32"),
+        "key_lengths": np.array([131]),
+    }
+    check(q, k, v, arrays, window=(100, 60))
+    check(q, k, v, {"alibi_slopes": rng.random(4).astype("float32")}, softcap=4.0)
 
 
 @pytest.mark.gpu

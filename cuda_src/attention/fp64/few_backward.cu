@@ -16,8 +16,8 @@
 // Numbers    all in float64. A fixed order of sums: the same bits in every run. Hidden
 //            keys weigh 0, whatever they are. If a key that is seen is not finite, or a
 //            gradient, `found` asks for the fallback
-// Limits     kRows queries, head dimensions up to kDim, rows of whole vectors. Each
-//            query head has keys of its own
+// Limits     kRows queries, head dimensions up to kDim. Each query head has keys of its
+//            own
 #include "attention/fp64/few_backward.cuh"
 
 #ifdef KEY_SPLITS
@@ -105,8 +105,13 @@ __device__ __forceinline__ bool store_keys(const weights_t& w, const double* row
         const int key = 8 * h + 2 * t + e;
         const double2 x = {scale * c[e], scale * c[2 + e]};
         finite &= is_finite(x.x) && is_finite(x.y);
-        if (key < num_keys && col < dim) {
-          *reinterpret_cast<double2*>(out + key * row_stride + col) = x;
+        if (key >= num_keys || col >= dim) continue;
+        double* const to = out + key * row_stride + col;
+        if constexpr (kUnaligned) {
+          to[0] = x.x;
+          if (col + 1 < dim) to[1] = x.y;
+        } else {
+          *reinterpret_cast<double2*>(to) = x;
         }
       }
     }

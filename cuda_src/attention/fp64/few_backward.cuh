@@ -20,6 +20,11 @@
 #if !defined(DIM) || !defined(ROWS) || !defined(MIN_BLOCKS)
 #error "DIM, ROWS and MIN_BLOCKS come from the host"
 #endif
+#ifdef UNALIGNED  // rows of k, v, dk or dv are no whole 16-byte vectors
+constexpr bool kUnaligned = true;
+#else
+constexpr bool kUnaligned = false;
+#endif
 constexpr int kDim = DIM;    // of all rows, padded with zeros
 constexpr int kRows = ROWS;  // queries, padded
 constexpr int kMinBlocks = MIN_BLOCKS;
@@ -80,13 +85,23 @@ struct split_t {
 };
 
 // Starts copies of kKeys rows to shared memory; zeros from `num_rows` rows and `dim`
-// columns on. Rows start at whole vectors.
+// columns on.
 __device__ __forceinline__ void copy_tile(double* smem, const double* x, index_t stride,
                                           int num_rows, int dim) {
   constexpr int kVectors = kDim / kVec;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   unsigned lane = threadIdx.x % kWarpSize;
   ptx::launder(lane);  // recompute addresses, rather than keep them in registers
+  if constexpr (kUnaligned) {
+#pragma unroll 8
+    for (int n = lane; n < kOfKeys; n += kWarpSize) {
+      const int row = n / kDim, col = n % kDim;
+      const bool exists = row < num_rows && col < dim;
+      ptx::copy_or_fill<8>(to + (place<kDim>(row, col / kVec) + col % kVec) * 8,
+                           x + (exists ? row * stride + col : 0), exists ? 8 : 0);
+    }
+    return;
+  }
 #pragma unroll 8
   for (int n = lane; n < kKeys * kVectors; n += kWarpSize) {
     const int row = n / kVectors, vector = n % kVectors;

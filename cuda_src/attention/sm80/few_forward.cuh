@@ -17,9 +17,9 @@ constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kMinBlocks = MIN_BLOCKS;
 constexpr int kParts = PARTS;  // tf32 numbers per float32
 #ifdef WORDS                   // rows of q, k or v are no whole vectors
-constexpr bool kByWords = true;
+constexpr bool kUnaligned = true;
 #else
-constexpr bool kByWords = false;
+constexpr bool kUnaligned = false;
 #endif
 static_assert(kParts == 1 || kParts == 2);
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_rows(unsigned char* to, const float* x,
   ptx::launder(thread);
   ptx::launder(row_stride);
   thread %= kThreads;
-  if constexpr (kByWords) {  // neighbours copy neighbours
+  if constexpr (kUnaligned) {  // neighbours copy neighbours
 #pragma unroll 8
     for (int n = thread; n < kRowsOf * kChunks * 4; n += kThreads) {
       const int row = n / (kChunks * 4), column = n % (kChunks * 4);

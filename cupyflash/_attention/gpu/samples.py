@@ -213,6 +213,7 @@ def _several():
         yield asked, 1
         yield replace(asked, bias="float64", mask="bool"), 1
         yield replace(asked, key_lengths="int32", right=0), 1
+        yield replace(asked, no_vectors="they start anywhere"), 1
         yield replace(asked, softcap=30.0, alibi_slopes="float64"), 1
         yield replace(asked, **_ALL_OPTIONS), 2
 

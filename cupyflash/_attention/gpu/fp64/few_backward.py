@@ -39,6 +39,12 @@ _SOURCES = {
 }
 
 
+def _is_unaligned(forward: AttentionProblem) -> bool:
+    """Whether some rows are no whole vectors of two numbers."""
+    odd = forward.head_dim % 2 or forward.head_dim_v % 2
+    return bool(odd) or forward.no_vectors is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FewFloat64VjpKernel(BackwardSpec):
     """float64 tensor cores: a block has all queries of an entry, and goes over keys.
@@ -89,11 +95,6 @@ class FewFloat64VjpKernel(BackwardSpec):
         least = self.least_keys_of_large
         if rows > 8 and dim > 64 and keys < least:
             return f"takes {least} keys or more for {queries} queries, not {keys}"
-        if forward.no_vectors is not None:
-            return forward.no_vectors
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(forward, name)) % 2:
-                return f"takes rows of whole vectors, not {name} {n}"
         return self._refuse_slower(problem, device) if self.yields else None
 
     def _refuse_slower(self, problem, device: Device) -> str | None:
@@ -173,7 +174,7 @@ class FewFloat64VjpKernel(BackwardSpec):
             DIM=dim,
             ROWS=self.rows(forward),
             MIN_BLOCKS=self.num_blocks(forward),
-            **if_on(KEY_SPLITS=splits > 1),
+            **if_on(KEY_SPLITS=splits > 1, UNALIGNED=_is_unaligned(forward)),
         )
 
     def configs(self, forward, batch_dims, device, everything):

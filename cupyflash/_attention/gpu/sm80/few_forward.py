@@ -112,7 +112,7 @@ class MmaFewKernel(spec.ForwardSpec):
             "PARTS": 2 if problem.precision == "float32" else 1,
         }
         if problem.no_vectors:
-            switches["WORDS"] = 1
+            switches["UNALIGNED"] = 1
         config = launch_config(
             problem,
             batch_dims,

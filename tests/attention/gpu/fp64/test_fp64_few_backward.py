@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 import small_entries
 from accuracy import max_error
-from placing import ROW_FORMS
+from placing import ROW_FORMS, place
 from test_attention_vjp import agree, gradients, inputs
 from test_fp64_backward import ARCHS, HOPPER, OPTIONS, launches, shapes
 
@@ -73,8 +73,6 @@ def test_takes_few_queries(arch, head_dim, queries, options):
         (problem(more={"need_dsinks": True}), "sm_90a", "does not compute dsinks"),
         (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
         (problem(score="s * 2"), "sm_90a", "no score or mask function"),
-        (problem(63), "sm_90a", "whole vectors, not head_dim 63"),
-        (problem(no_vectors="q starts anywhere"), "sm_90a", "q starts anywhere"),
         (problem(128, 9, 255), "sm_90a", "256 keys or more for 9 queries, not 255"),
         (problem(64, 5, 48), "sm_90a", "vectors are as fast for 5 queries of 48 keys"),
         (problem(96, 4, 64), "sm_90a", "vectors are as fast for 4 queries of 64 keys"),
@@ -169,7 +167,24 @@ def test_all_options(cupy, rng, seqlens, head_dim):
 @pytest.mark.parametrize("form", ROW_FORMS)
 def test_strides(cupy, rng, form):
     arrays = inputs(rng, "float64", q=(3, 2, 7, 50), k=(3, 2, 90, 50))
+    placed = [place(cupy, x, form) for x in arrays[:3]]
+    is_unaligned = "UNALIGNED=1" in launches(cupy, *placed, arrays[3])
+    assert is_unaligned == (form in ("rows", "shifted"))
     agree(cupy, *arrays, forms=dict.fromkeys(("q", "k", "v", "dout", "out"), form))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(2, 17), (8, 130), (9, 333), (3, 2049)])
+@pytest.mark.parametrize("dims", [(7, 7), (63, 64), (103, 5), (1, 95)])
+def test_rows_of_any_width(cupy, rng, seqlens, dims):
+    """Rows that are no whole vectors are copied and stored number by number."""
+    arrays = inputs(rng, "float64", **shapes(*seqlens, *dims))
+    told = launches(cupy, *arrays)
+    assert "on cupy: few_f64" in told
+    assert "UNALIGNED=1" in told
+    agree(cupy, *arrays)
+    agree(cupy, *arrays, causal=True)
+    agree(cupy, *arrays, bias=rng.normal(size=seqlens), softcap=3.0)
 
 
 def product_in_order(a, b):

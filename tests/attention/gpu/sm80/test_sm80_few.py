@@ -241,7 +241,7 @@ def test_strides(rng, form):
     expected = cupyflash.attention(*(place(cupy, x) for x in (q, k, v)))
     told = str(cupyflash.explain("attention", *placed))
     assert "on cupy: mma_few" in told
-    assert ("WORDS=1" in told) == (form in ("rows", "shifted"))
+    assert ("UNALIGNED=1" in told) == (form in ("rows", "shifted"))
     np.testing.assert_array_equal(
         to_host(cupyflash.attention(*placed)), to_host(expected)
     )

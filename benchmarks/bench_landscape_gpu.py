@@ -263,6 +263,9 @@ class LogSumExp(Softmax):
 
 _SIZES = (1, 32, 512, 4096)
 _SHAPES = tuple(itertools.product((1, 32, 1024), _SIZES, _SIZES))
+# Of heads whose rows are no whole 16-byte vectors, or not all of them.
+_ODD_SHAPES = tuple(itertools.product((32, 1024), (1, 8, 512), (32, 512, 4096)))
+_ODD_DIMS = (7, 50, 103)
 _MATRICES = tuple(
     (rows, columns, axis, dtype)
     for rows in (1, 32, 1024, 8192, 1 << 18)
@@ -272,15 +275,20 @@ _MATRICES = tuple(
 )
 
 
+def _of_shapes(function, kinds):
+    """Attention or its gradients: each kind of each shape, and heads of odd widths."""
+    odd = [(d, dtype, "plain") for dtype in _MOST_WORK for d in _ODD_DIMS]
+    shapes = *itertools.product(_SHAPES, kinds), *itertools.product(_ODD_SHAPES, odd)
+    return [function(*shape, *kind) for shape, kind in shapes]
+
+
 def cells():
     """All that are measured."""
     kinds = (
         *((d, dtype, "plain") for dtype in _MOST_WORK for d in (32, 64, 128, 256)),
         *itertools.product((64,), _MOST_WORK, ("causal", "bias")),
     )
-    found = [
-        Attention(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)
-    ]
+    found = _of_shapes(Attention, kinds)
     found += [Softmax(*matrix) for matrix in _MATRICES]
     return [cell for cell in found if cell.affordable]
 
@@ -291,9 +299,7 @@ def gradient_cells():
         *((d, dtype, "plain") for dtype in _MOST_WORK for d in (32, 64, 128, 256)),
         *((64, dtype, "causal") for dtype in _MOST_WORK),
     )
-    found = [
-        AttentionVjp(*shape, *kind) for shape, kind in itertools.product(_SHAPES, kinds)
-    ]
+    found = _of_shapes(AttentionVjp, kinds)
     found += [kind(*matrix) for kind in (SoftmaxVjp, LogSumExp) for matrix in _MATRICES]
     return [cell for cell in found if cell.affordable]
 

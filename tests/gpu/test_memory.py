@@ -11,7 +11,7 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash._cuda import graphs
+from cupyflash._cuda import graphs, runtime
 
 pytestmark = pytest.mark.gpu
 
@@ -280,3 +280,41 @@ def test_copies_take_four_times_the_result_each(cupy, layout):
     assert report.details["copied first"] == "q, k, v"
     out, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v, layout=layout))
     assert out.nbytes <= extra <= 3 * 4 * out.nbytes
+
+
+def _gradients(cupy, rng, dtype, queries, keys, dim):
+    """A call of attention_vjp, and its arguments."""
+    q, k, v, dout = (
+        place(cupy, rng.normal(size=(2, 4, n, dim)).astype(dtype))
+        for n in (queries, keys, keys, queries)
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    arguments = dout, q, k, v, out, lse
+    return lambda: cupyflash.attention_vjp(*arguments), arguments
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 1000), (100, 600), (300, 1500)])
+def test_copies_of_gradients_are_as_large_as_they(cupy, rng, queries, keys):
+    """Beside copies there are dq, dk and dv before they are trimmed, and sums of dq."""
+    if runtime.device(0).arch != "sm_90":
+        pytest.skip("other cards copy nothing")
+    call, arguments = _gradients(cupy, rng, np.float16, queries, keys, 103)
+    report = cupyflash.explain("attention_vjp", *arguments)
+    assert report.details["copied first"] == "q, k, v, dout"
+    grads, extra = _extra(cupy, call)
+    results = sum(x.nbytes for x in mixed.arrays(grads))
+    rows = 2 * 4 * -(-queries // 128) * 128
+    of_rows = rows * (128 + 4) * 4  # sums of dq, statistics
+    assert results <= extra <= 2.5 * results + of_rows + (1 << 16)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(2048, 2048), (1100, 5000)])
+@pytest.mark.parametrize("dim", [4, 7, 8, 16, 30, 32])
+def test_gradients_of_narrow_float32_rows(cupy, rng, queries, keys, dim):
+    """As documented: as much as q, k, v and dout in rows of 64 columns."""
+    call, arguments = _gradients(cupy, rng, np.float32, queries, keys, dim)
+    if runtime.device(0).cc >= (8, 0):
+        assert cupyflash.explain("attention_vjp", *arguments).kernel == "mma_split"
+    _, extra = _extra(cupy, call)
+    padded = sum(x.nbytes for x in arguments[:4]) // dim * 64
+    assert extra <= 1.1 * padded

@@ -221,22 +221,20 @@ def _select(problem, operands, device):
     forward = operands.forward
     arrays = {name: getattr(forward, name) for name in ("q", "k", "v", "out")}
     arrays["dout"] = operands.dout
-    engine = ("q", "k", "v", "dout")
-    most = _copies.most_copied(problem.forward)
+    inputs = {name: arrays[name] for name in ("q", "k", "v", "dout")}
+    of_tma = _copies.copied_for_gradients(problem, inputs)
     terms = {name: getattr(forward, name) for name in ("bias", "mask")}
     terms = {name: x for name, x in terms.items() if x is not None}
     # One number per query would become one per score.
     is_large = any(x.shape[-1] > 1 and x.strides[-1] == 0 for x in terms.values())
     can_copy = not problem.need_dbias and not is_large
-    if can_copy and _terms(problem.forward, forward) == "any":
+    if of_tma and can_copy and _terms(problem.forward, forward) == "any":
         arrays |= terms
-        engine += ("bias", "mask")
-    for for_tma in (engine, ()):
+        of_tma |= dict.fromkeys(terms, _copies.most_copied(problem.forward))
+    for for_tma in (of_tma, {}) if of_tma else ({},):
         if not for_tma:
             arrays = {n: x for n, x in arrays.items() if n not in ("bias", "mask")}
-        elif not _copies.may_copy(problem.forward):
-            continue
-        views, copies = _copies.made_to_fit(arrays, for_tma, most)
+        views, copies = _copies.made_to_fit(arrays, for_tma)
         dout = views.pop("dout", operands.dout)
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
         known, fit = _known(problem, fit)

@@ -1,7 +1,8 @@
 """Copies of arrays before the launches of a call, for kernels that need them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -9,15 +10,22 @@ import cupy
 from cupyflash._attention.gpu import copy_config
 from cupyflash._attention.gpu.config import num_rows
 from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import strides as _strides
+from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import launch, tensor_map
 from cupyflash._cuda.launch_sequence import Result, Steps
 
 # From this many queries on, a copy for TMA takes less time than it saves; and how many
-# bytes such copies may have per byte of out.
+# bytes such copies may have per byte of out, whose rows are padded as well.
 _COPIES_FROM = 256
 _MOST_COPIED = 4
+# Other kernels read rows between words of 4 bytes number by number, which takes long if
+# they have more columns than this. Copies of such arrays pay off from so many queries
+# for each head of k on, in attention and its gradients, and so many keys.
+_WORD, _NARROW = 4, 16
+_ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 17, 9, 64
 
 
 class Copy:
@@ -73,20 +81,70 @@ def copies_alone(copies: dict[str, Copy]) -> tuple[dict[str, Result | None], Ste
     return {**results}, Steps(launches)
 
 
-def may_copy(problem: AttentionProblem) -> bool:
-    """Whether copies for TMA may pay off."""
+def most_copied(problem: AttentionProblem) -> int:
+    """The most bytes that a copy for TMA may have."""
+    rows, itemsize = num_rows(problem), ITEMSIZE[problem.dtype]
+    columns = _strides.whole_vectors(problem.head_dim_v, itemsize)
+    return _MOST_COPIED * rows * columns * itemsize
+
+
+def copied_for_tma(problem: AttentionProblem, arrays: dict[str, Any]) -> dict[str, int]:
+    """Arrays of which copies for TMA may pay off, and the most bytes of each copy."""
+    pays = _may_pay(problem) and (
+        problem.seqlen_q >= _COPIES_FROM or _are_odd(problem, arrays, _ODD_FROM)
+    )
+    return dict.fromkeys(arrays, most_copied(problem)) if pays else {}
+
+
+def copied_for_gradients(
+    problem: AttentionVjpProblem, arrays: dict[str, Any]
+) -> dict[str, int]:
+    """The same for gradients.
+
+    Those of k and v are as large as k and v, so that odd rows of these may be copied
+    for any number of queries.
+    """
+    forward = problem.forward
+    is_odd = _are_odd(forward, arrays, _ODD_GRADIENTS_FROM)
+    if not _may_pay(forward) or not (is_odd or forward.seqlen_q >= _COPIES_FROM):
+        return {}
+    most = most_copied(forward)
+    if is_odd:
+        written = replace(problem, whole_vectors=True)
+        numbers = sum(math.prod(written.written_shape(name)) for name in "qkv")
+        most = max(most, numbers * ITEMSIZE[forward.dtype])
+    return dict.fromkeys(arrays, most)
+
+
+def _may_pay(problem):
     in_16_bits = problem.dtype in ("float16", "bfloat16")
-    by_method = problem.method in ("auto", "tiled")
-    return in_16_bits and by_method and problem.seqlen_q >= _COPIES_FROM
+    return in_16_bits and problem.method in ("auto", "tiled")
+
+
+def _are_odd(problem, arrays, least):
+    """Whether other kernels would take long to read some of these, for long enough."""
+    is_long = problem.seqlen_q * problem.group_size >= least
+    is_long &= problem.seqlen_k >= _ODD_KEYS_FROM
+    return is_long and any(map(_lies_between_words, arrays.values()))
+
+
+def _lies_between_words(x) -> bool:
+    """Whether wide rows that kernels can read as they lie do not start at words."""
+    *rows, columns = x.shape
+    *steps, step = x.strides
+    if columns <= _NARROW or step != x.itemsize:
+        return False
+    steps = [s for n, s in zip(rows, steps, strict=True) if n > 1]
+    return math.gcd(x.data.ptr, *steps) % _WORD != 0
 
 
 def made_to_fit(
-    arrays: dict[str, Any], for_tma: tuple[str, ...], most_bytes: float
+    arrays: dict[str, Any], for_tma: Mapping[str, float]
 ) -> tuple[dict[str, Any], dict[str, Copy]]:
     """Arrays with a contiguous last axis, as if copied where necessary; and the copies.
 
-    Those named in `for_tma` become readable by TMA, if copies of at most this many
-    bytes each suffice. No address is known yet: pointers are 0.
+    Those named in `for_tma` become readable by TMA, if copies of at most so many bytes
+    suffice. No address is known yet: pointers are 0.
     """
     copies, views = {}, {}
     for name, x in arrays.items():
@@ -98,7 +156,7 @@ def made_to_fit(
         columns = _strides.whole_vectors(own[-1], itemsize)
         size = math.prod(own[:-1]) * columns * itemsize
         fits = x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == itemsize
-        if fits and name in for_tma and size <= most_bytes:
+        if fits and size <= for_tma.get(name, -1):
             unsupported_reason = tensor_map.unsupported_reason(
                 x.data.ptr, x.shape, x.strides, itemsize
             )
@@ -116,9 +174,3 @@ def made_to_fit(
         )
         views[name] = cupy.ndarray(x.shape, x.dtype, launch.NULL, strides)
     return views, copies
-
-
-def most_copied(problem: AttentionProblem) -> int:
-    """The most bytes that a copy for TMA may have."""
-    rows = num_rows(problem)
-    return _MOST_COPIED * rows * problem.head_dim_v * 2

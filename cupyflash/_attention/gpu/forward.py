@@ -230,11 +230,9 @@ def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
 def _select(problem, operands, device):
     """(row, what was refused, problem and operands for it, what must be copied)."""
     arrays = {name: getattr(operands, name) for name in "qkv"}
-    most = _copies.most_copied(problem)
-    for for_tma in (tuple(arrays), ()):
-        if for_tma and not _copies.may_copy(problem):
-            continue
-        views, copies = _copies.made_to_fit(arrays, for_tma, most)
+    of_tma = _copies.copied_for_tma(problem, arrays)
+    for for_tma in (of_tma, {}) if of_tma else ({},):
+        views, copies = _copies.made_to_fit(arrays, for_tma)
         known, fit = _known(problem, operands._replace(**views))
         row, refused = kernel.select(ATTENTION_KERNELS, known, device)
         if isinstance(row, HopperKernel):

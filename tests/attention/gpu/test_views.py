@@ -7,6 +7,7 @@ import numpy as np
 import oracle
 import pytest
 from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host, wide
+from made_up import Card
 from placing import place
 from test_attention_vjp import agree, inputs
 
@@ -14,7 +15,7 @@ import cupyflash
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import forward_registry, samples
 from cupyflash._attention.gpu.sm80.forward import MMA
-from cupyflash._cuda import device, kernel
+from cupyflash._cuda import device, kernel, runtime
 
 HOPPER = device.device_of_arch("sm_90a")
 
@@ -336,6 +337,82 @@ def test_rows_between_vectors(cupy, rng, seqlen, head_dim, form, kind):
     told = assert_is_right(cupy, arrays, options, placed)
     if told.kernel == "hopper":
         assert told.details["copied first"] == "q, k, v"
+
+
+# Queries, heads of q and k, keys, columns, and columns left out in front: of attention,
+# and its gradients, what is copied on sm_90.
+COPIED = [
+    ((100, 8, 8, 2048, 103, 0), "", "q, k, v, dout"),  # k is too large for out
+    ((100, 8, 8, 400, 103, 0), "q, k, v", "q, k, v, dout"),
+    ((64, 8, 8, 64, 103, 0), "q, k, v", "q, k, v, dout"),
+    ((16, 8, 8, 64, 103, 0), "", "q, k, v, dout"),
+    ((9, 8, 8, 1000, 31, 0), "", "q, k, v, dout"),
+    ((4, 32, 4, 100, 103, 0), "q, k, v", "q, k, v, dout"),  # 32 read each key
+    ((100, 8, 8, 400, 64, 1), "q, k, v", "q, k, v"),
+    ((8, 8, 8, 1000, 103, 0), "", ""),
+    ((100, 8, 8, 63, 103, 0), "", ""),
+    ((100, 8, 8, 400, 15, 0), "", ""),  # a row is soon read
+    ((100, 8, 8, 400, 102, 0), "", ""),  # words
+    ((100, 8, 8, 400, 62, 2), "", ""),
+    ((100, 8, 8, 400, 104, 0), "", ""),
+    ((300, 8, 8, 400, 102, 0), "q, k, v", "q, k, v, dout"),
+    ((371, 8, 8, 1476, 103, 0), "q, k, v", "q, k, v, dout"),  # 3.98 times out
+    ((300, 8, 8, 1300, 102, 0), "", ""),
+    ((300, 8, 8, 1300, 103, 0), "", "q, k, v, dout"),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("sizes", "forward", "backward"), COPIED)
+def test_what_is_copied(monkeypatch, arch, dtype, sizes, forward, backward):
+    """Odd rows of 16 bits from few queries on, words from more, and no others."""
+    cupy = pytest.importorskip("cupy")
+    queries, heads, heads_kv, keys, dim, left = sizes
+    card = Card(monkeypatch, arch, cupy)
+
+    def array(heads, rows, left):
+        return card.array((2, heads, rows, left + dim), dtype)[..., left:]
+
+    q, k, v = (
+        array(h, n, left) for h, n in [(heads, queries), *[(heads_kv, keys)] * 2]
+    )
+    out, dout = (array(heads, queries, 0) for _ in range(2))
+    lse = card.array((2, heads, queries), "float32")
+    copies = arch == "sm_90" and dtype == "float16"
+    for told, expected in (
+        (cupyflash.explain("attention", q, k, v), forward),
+        (cupyflash.explain("attention_vjp", dout, q, k, v, out, lse), backward),
+    ):
+        copied = told.details.get("copied first", "")
+        assert copied == (expected if copies else "")
+        if copied:
+            assert told.kernel == "hopper"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["", "causal", "lengths", "sinks"])
+@pytest.mark.parametrize(
+    ("queries", "heads", "keys"), [(9, 2, 200), (20, 6, 70), (100, 2, 390)]
+)
+@pytest.mark.parametrize(
+    ("dim", "form"), [(103, "plain"), (31, "plain"), (64, "shifted")]
+)
+def test_odd_rows_of_few_queries(cupy, rng, dim, form, queries, heads, keys, kind):
+    """Forward and gradients; copied where the card has TMA."""
+    q, k, v, dout = inputs(
+        rng, "bfloat16", q=(2, heads, queries, dim), k=(2, 2, keys, dim)
+    )
+    options = options_of(kind, rng, heads, queries, keys)
+    placed = [place(cupy, x, form) for x in (q, k, v)]
+    assert_is_right(cupy, [q, k, v], options, placed)
+    agree(cupy, q, k, v, dout, forms=dict.fromkeys(("q", "k", "v"), form), **options)
+    if runtime.device(0).arch == "sm_90" and kind in ("", "causal"):
+        out, lse = cupyflash.attention(*placed, return_lse=True, **options)
+        arguments = place(cupy, dout), *placed, out, lse
+        told = cupyflash.explain("attention_vjp", *arguments, **options)
+        assert told.kernel == "hopper"
+        assert told.details["copied first"].startswith("q, k, v")
 
 
 @pytest.mark.gpu

@@ -33,6 +33,9 @@ _PREPARE_THREADS, _WARP = 128, 32
 # Above, two warps share rows and exchange 16 x 32 sums (exchange_t).
 _WIDE, _EXCHANGED = 128, 2 * 16 * _GRANULE * 4
 _STATIC = 256  # bytes of static shared memory of a block, at most
+# Parts are padded, and so are the results that they are compared with: to so many
+# columns, and at most to so many times their own.
+_LEAST_COLUMNS, _MOST_PADDED = 32, 8
 # Blocks that leave multiprocessors idle share loops of so many granules or more, and
 # each gets at least so many of them.
 _LONG_LOOP, _LEAST_OF_LOOP = 16, 4
@@ -67,6 +70,12 @@ class MmaSplitVjpTile:
 def split_tile_bytes(dim: int, parts: int) -> int:
     """kBytesOperand of attention/sm80/fp32_backward.cuh."""
     return parts * _GRANULE * dim * 2 + _TILE_STATS
+
+
+def _padded(numbers: int, columns: int) -> int:
+    """How many numbers there are if rows of `columns` are padded as parts are."""
+    least = min(_LEAST_COLUMNS, _MOST_PADDED * columns)
+    return numbers // columns * max(columns, least)
 
 
 def prepare_threads(dim: int) -> int:
@@ -108,7 +117,8 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
     # the longer of the two.
     least: int = 64
     least_of_longer: int = 128
-    # Allowed bytes of split k and v per byte of out, or of dk and dv if they are more.
+    # Allowed bytes of split k and v per byte of out, or of half of dk and dv if that
+    # is more, with padded rows.
     most_split_bytes: float = 4
 
     def unsupported_reason(self, problem, device) -> str | None:
@@ -127,8 +137,11 @@ class MmaSplitVjpKernel(spec.BackwardSpec):
             return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
         split_bytes = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
-        of_keys = (math.prod(problem.k_shape) + math.prod(problem.v_shape)) // 2
-        numbers = max(num_rows(forward) * forward.head_dim_v, of_keys)
+        dim, dim_v = forward.head_dim, forward.head_dim_v
+        of_keys = _padded(math.prod(problem.k_shape), dim)
+        of_keys += _padded(math.prod(problem.v_shape), dim_v)
+        of_queries = _padded(num_rows(forward) * dim_v, dim_v)
+        numbers = max(of_queries, of_keys // 2)
         if split_bytes > self.most_split_bytes * 4 * numbers:
             return (
                 f"keys in parts would take {split_bytes} bytes, much more than out "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import fuzz_vjp
 import mask_views
@@ -38,7 +39,7 @@ def problem(dtype="float32", head_dim=64, **options):
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
-@pytest.mark.parametrize("head_dim", [32, 33, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [4, 7, 8, 16, 31, 32, 33, 64, 72, 128])
 @pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
 def test_takes(arch, precision, head_dim, options):
     asked = problem(head_dim=head_dim, precision=precision, **options)
@@ -95,9 +96,9 @@ def test_where_dk_and_dv_of_wide_heads_are_apart(options, apart):
         (problem(seqlen_q=63, seqlen_k=127), "sm_90a", "from 64 queries and keys on"),
         (problem(seqlen_q=127, seqlen_k=63), "sm_90a", "or 128 of either"),
         (problem(seqlen_k=0), "sm_90a", "no keys"),
-        (problem(head_dim=31), "sm_90a", "much more than out"),
-        (problem(head_dim=16), "sm_90a", "much more than out"),
-        (problem(head_dim=31, seqlen_q=64), "sm_90a", "much more than out"),
+        (problem(head_dim=3), "sm_90a", "much more than out"),
+        (problem(head_dim=1), "sm_90a", "much more than out"),
+        (problem(head_dim=3, seqlen_q=64), "sm_90a", "much more than out"),
         # Entries of the batch share k and v, whose parts do not: dk has one entry.
         (
             dataclasses.replace(
@@ -115,6 +116,28 @@ def test_leaves_to_the_next_row(asked, arch, reason):
     assert reason in MMA_SPLIT_VJP.unsupported_reason(asked, device(arch))
     row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     assert row.name != "mma_split"
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("seqlen_q", [64, 300])
+def test_parts_of_narrow_rows_stay_small(precision, seqlen_q):
+    """As documented: how many times dk and dv those of many keys are."""
+    taken = set()
+    for dim in range(1, 257):
+        asked = problem(
+            head_dim=dim, precision=precision, seqlen_q=seqlen_q, seqlen_k=1 << 14
+        )
+        if MMA_SPLIT_VJP.unsupported_reason(asked, device("sm_90a")) is not None:
+            continue
+        taken.add(dim)
+        grads = 4 * (math.prod(asked.k_shape) + math.prod(asked.v_shape))
+        rows = 2 * math.prod(asked.k_shape[:-1])
+        columns = MMA_SPLIT_VJP.dim(asked.forward)
+        parts = rows * columns * 2 * MMA_SPLIT_VJP.parts(asked.forward)
+        assert parts <= (2 if dim >= 32 else 64 / dim) * grads
+        assert parts <= 16 * grads
+    # In one part, rows of two columns.
+    assert taken == set(range(4 if precision == "float32" else 2, 257))
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
@@ -317,6 +340,15 @@ def test_every_length(cupy, rng, forced, name, seqlens, dims):
 def test_every_length_of_wide_heads(cupy, rng, forced, name, seqlens, dims):
     """Two warps share rows, and have half of the columns each."""
     check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", [(100, 300), (300, 200), (9, 1000)])
+@pytest.mark.parametrize("dims", [(4, 4), (7, 7), (8, 16), (30, 30), (31, 64)])
+def test_narrow_heads(cupy, rng, name, seqlens, dims):
+    """Rows of less than half of the columns that are compiled, as the table has it."""
+    check(cupy, rng, dims, (4, 2), seqlens, **BOUNDS[name])
 
 
 # Blocks share the loop over keys, that over queries, and both; a split that is empty.

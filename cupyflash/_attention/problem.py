@@ -66,6 +66,9 @@ class AttentionProblem:
     # Why rows of q, k and v (for gradients also dout and out) do not all start at whole
     # 16-byte vectors; None if they do.
     no_vectors: str | None = None
+    # Bytes, a power of two up to 16, of which starts and strides of these rows are
+    # multiples.
+    row_alignment: int = 16
     # Whether a tensor map can treat the query heads of a group and the queries as two
     # axes.
     heads_can_be_packed: bool = True

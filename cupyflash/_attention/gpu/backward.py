@@ -247,16 +247,13 @@ def _select(problem, operands, device):
 def _known(problem, operands):
     """Problem and operands, packed, with what rows of sm_90a know about the arrays."""
     problem, operands = views.pack_gqa_of_gradients(problem, operands)
+    arrays = {name: getattr(operands.forward, name) for name in ("q", "k", "v", "out")}
+    arrays["dout"] = operands.dout
     forward = replace(
         problem.forward,
         no_tensor_map=_no_tensor_map(problem, operands),
-        no_vectors=views.no_vectors(
-            q=operands.forward.q,
-            k=operands.forward.k,
-            v=operands.forward.v,
-            dout=operands.dout,
-            out=operands.forward.out,
-        ),
+        no_vectors=views.no_vectors(**arrays),
+        row_alignment=views.row_alignment(**arrays),
         terms=_terms(problem.forward, operands.forward),
     )
     return replace(problem, forward=forward), operands

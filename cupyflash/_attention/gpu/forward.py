@@ -241,12 +241,14 @@ def _select(problem, operands, device):
 
 
 def _known(problem, operands):
-    """The problem, with what the Hopper kernel must know about the arrays."""
+    """The problem, with what kernels must know about the arrays."""
     problem, operands = _views.pack_gqa(problem, operands)
+    arrays = {"q": operands.q, "k": operands.k, "v": operands.v}
     known = replace(
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
-        no_vectors=_views.no_vectors(q=operands.q, k=operands.k, v=operands.v),
+        no_vectors=_views.no_vectors(**arrays),
+        row_alignment=_views.row_alignment(**arrays),
         heads_can_be_packed=_heads_can_be_packed(problem, operands),
         terms=_terms(problem, operands),
     )

@@ -9,7 +9,7 @@ import numpy as np
 from cupyflash._attention import functions
 from cupyflash._attention.gpu.fp64 import forward as fp64_forward
 from cupyflash._attention.problem import AttentionProblem, with_cuda
-from cupyflash._core.dtypes import FLOATS
+from cupyflash._core.dtypes import FLOATS, ITEMSIZE
 
 _SWITCHES: dict[str, dict] = {
     "plain": {},
@@ -184,6 +184,17 @@ def _few():
         yield replace(made_up(dtype, head_dim), **few), 1
         if head_dim == 64:
             yield replace(made_up(dtype, head_dim), **few, **_ALL_OPTIONS), 2
+
+    # Rows that may start at any element.
+    for dtype in FLOATS:
+        itemsize = ITEMSIZE[dtype]
+        anywhere = {"no_vectors": "q starts anywhere", "row_alignment": itemsize}
+        for queries, heads in ((1, 4096), (2, 4096), (1, 100)):
+            few = {"num_heads": heads, "num_kv_heads": heads, "seqlen_q": queries}
+            few |= {"seqlen_k": 100 if heads > 100 else 4096, **anywhere}
+            yield replace(made_up(dtype), **few), 1
+            if queries == 1:
+                yield replace(made_up(dtype), **few, **_ALL_OPTIONS), 2
 
 
 def _few_rows():

@@ -5,6 +5,7 @@ queries of one head they become rows of one tile, so that every kernel reads key
 values once for all of them.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -149,3 +150,12 @@ def no_vectors(**arrays: Any) -> str | None:
                     f"{_VECTOR_BYTES}"
                 )
     return None
+
+
+def row_alignment(**arrays: Any) -> int:
+    """Bytes, a power of two up to 16, of which starts of all rows are multiples."""
+    shared = _VECTOR_BYTES
+    for x in arrays.values():
+        steps = zip(x.shape[:-1], x.strides[:-1], strict=True)
+        shared = math.gcd(shared, x.data.ptr, *(step for n, step in steps if n > 1))
+    return shared

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from cupyflash._attention.gpu.config import holds_blocks, if_on, num_heads
 from cupyflash._attention.gpu.gradient_limits import refuse_gradients
 from cupyflash._attention.gpu.params import OPERAND
-from cupyflash._attention.gpu.simt.gemv_forward import Tuning, power_of_two
+from cupyflash._attention.gpu.simt.gemv_forward import (
+    Tuning,
+    has_narrow_vectors,
+    power_of_two,
+)
 from cupyflash._attention.gpu.simt.tiny_backward import TINY_VJP
 from cupyflash._attention.gpu.spec import BackwardSpec
 from cupyflash._attention.problem import AttentionProblem
@@ -72,6 +76,7 @@ class GemvVjpKernel(BackwardSpec):
         queries, widest = forward.seqlen_q, max(forward.head_dim, forward.head_dim_v)
         if (
             queries > 1
+            and not has_narrow_vectors(forward)  # other rows are slower still
             and widest <= _WIDEST_TILES
             and self.keeps_weights
             and self.num_splits(forward, device) == 1
@@ -88,7 +93,7 @@ class GemvVjpKernel(BackwardSpec):
             least, most_waves = min(least, self.keys_if_idle), 1
         if forward.seqlen_k <= least or of.entries > 1:
             return 1
-        places = device.num_sms * self.tuning.min_blocks(forward, of, device)
+        places = device.num_sms * self.tuning.min_blocks(forward, of, device, True)
         steps = -(-forward.seqlen_k // of.keys_of_step)
         heads = num_heads(forward)
         most = min(most_waves * places // heads, steps // self.least_steps)
@@ -172,6 +177,7 @@ GEMV_VJP = GemvVjpKernel(
         heads_per_sm_of_more={2: {math.inf: {512: 0, math.inf: 0.5}}},
         registers={4: (96, 128), 8: (128, 168), 16: (128, 168), 32: (255, 255)},
         registers_of_float64={8: (128, 168), 16: (168, 255), 32: (255, 255)},
+        more_if_shared=True,
         parts={8: {1: 2, math.inf: 1}},
     ),
 )

@@ -24,8 +24,14 @@ _WARP, _VECTOR_BYTES = 32, 16
 _WIDEST = 256  # columns
 # Registers of q that a lane holds, for all queries together.
 _MOST_COLUMNS = 32
-# Bytes that a lane loads before it uses the first of them.
-_MOST_LOADED = 128
+# Numbers of a row that a lane has one by one, with several queries in float64.
+_MOST_PARTS = 4
+# Bytes that a lane loads before it uses the first of them; fewer than a register has
+# take a whole one.
+_MOST_LOADED, _REGISTER_BYTES = 128, 4
+# Keys up to which narrow vectors are left to tiles and threads, if there are more
+# queries or at most so many columns.
+_SHORT_KEYS, _FEW_COLUMNS = 32, 16
 # Warps per multiprocessor that hide the latency of memory.
 _ENOUGH_WARPS = 24
 # Keys from which on `_is_wide`.
@@ -39,6 +45,23 @@ _NEEDS_MORE = (10, 0)
 def power_of_two(n: float) -> int:
     """The next one, at least 1."""
     return 1 << max(0, math.ceil(n) - 1).bit_length()
+
+
+def vector_bytes(problem: AttentionProblem) -> int:
+    """Bytes, a power of two up to 16, of which rows and their starts are multiples."""
+    itemsize = ITEMSIZE[problem.dtype]
+    dims = problem.head_dim * itemsize, problem.head_dim_v * itemsize
+    return math.gcd(problem.row_alignment, *dims)
+
+
+def has_narrow_vectors(problem: AttentionProblem) -> bool:
+    """Whether rows are not whole vectors of 16 bytes, or do not start at such."""
+    return vector_bytes(problem) < _VECTOR_BYTES
+
+
+def _starts_anywhere(problem: AttentionProblem) -> bool:
+    """Whether other rows load those of k and v a few bytes at a time, which is slow."""
+    return problem.row_alignment < _VECTOR_BYTES
 
 
 def _adds_bias(problem: AttentionProblem) -> bool:
@@ -59,6 +82,7 @@ def _is_wide(problem: AttentionProblem, device: Device) -> bool:
         and 64 < max(problem.head_dim, problem.head_dim_v) <= 128
         and num_heads(problem) > 2 * device.num_sms
         and is_plain(problem)
+        and not has_narrow_vectors(problem)
     )
 
 
@@ -68,6 +92,8 @@ class Layout:
 
     `lanes` of a warp share a key. Each has vectors of `vector` columns: `parts_k` of a
     row of k, `parts_v` of one of v. A step of a warp has `unroll` keys for each lane.
+    Where rows are not whole vectors of 16 bytes, vectors are the widest that they are
+    whole numbers of, and a lane has as many columns in more of them.
     """
 
     queries: int
@@ -83,8 +109,11 @@ class Layout:
     @property
     def columns(self) -> int:
         """The most columns that a lane has, over all queries, in registers."""
-        parts = max(self.parts_k, self.parts_v)
-        return self.queries * self.vector * parts * self.words
+        return self.queries * self.vector * self.parts_widest * self.words
+
+    @property
+    def parts_widest(self) -> int:
+        return max(self.parts_k, self.parts_v)
 
     @property
     def num_threads(self) -> int:
@@ -135,6 +164,9 @@ class Tuning:
     # The same without options, where a warp has an entry and a lane one vector of each
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
+    # Whether narrow vectors need more of them where blocks share the keys of an entry.
+    # Those of several queries always do: each load of a few bytes has one of its own.
+    more_if_shared: bool = False
     # Vectors of a row that a lane has, if there are lanes for them, by the size of an
     # element and the queries.
     parts: dict[int, dict[float, int]] = field(default_factory=dict)
@@ -147,6 +179,9 @@ class Tuning:
     most_keys: dict[int, int] = field(
         default_factory=lambda: {2: 4096, 4: 4096, 8: 4096}
     )
+    # Queries of rows that start anywhere with more than _SHORT_KEYS keys, where these
+    # are more, by the size of an element and `vector_bytes`.
+    most_narrow_queries: dict[int, dict[float, int]] = field(default_factory=dict)
 
     def layout(self, problem: AttentionProblem, device: Device) -> Layout:
         """The layout of a problem that `unsupported_reason` allows."""
@@ -154,9 +189,12 @@ class Tuning:
         vector = _VECTOR_BYTES // itemsize
         if itemsize == 2 and queries > 2:  # more lanes, with less to hold
             vector //= 2
+        # Of narrower vectors a lane has so many more.
+        narrow = min(vector, vector_bytes(problem) // itemsize)
         dims = problem.head_dim, problem.head_dim_v
         parts = by_threshold(self.parts.get(itemsize, {math.inf: 1}), queries)
         lanes = min(_WARP, power_of_two(max(dims) / (vector * parts)))
+        vector = narrow
         parts_k, parts_v = (-(-n // (lanes * vector)) for n in dims)
         unroll, warps = self.steps_of_more[itemsize]
         if queries == 1:
@@ -164,8 +202,11 @@ class Tuning:
             unroll, warps = by_threshold(self.steps[itemsize], k_bytes)
         if self.wide_step is not None and _is_wide(problem, device):
             unroll, warps = self.wide_step
-        of_key = (parts_k + parts_v) * vector * itemsize
-        unroll = min(unroll, max(1, _MOST_LOADED // of_key))
+        of_key = (parts_k + parts_v) * max(_REGISTER_BYTES, vector * itemsize)
+        # Several queries leave fewer registers for narrow vectors.
+        is_tight = queries > 2 and has_narrow_vectors(problem)
+        most_loaded = _MOST_LOADED // (2 if is_tight else 1)
+        unroll = min(unroll, max(1, most_loaded // of_key))
         if _adds_bias(problem):
             warps = min(warps, 4)  # it takes registers
         # With few entries more warps, as long as they have keys.
@@ -199,37 +240,49 @@ class Tuning:
             return "there are no heads"
         queries, keys = problem.seqlen_q, problem.seqlen_k
         itemsize = ITEMSIZE[problem.dtype]
-        most = self.most_keys[itemsize]
+        anywhere = _starts_anywhere(problem)
+        if (shared := vector_bytes(problem)) < itemsize:
+            return f"takes rows of whole elements, not at every {shared} bytes"
+        most = LONG_SUM if anywhere else self.most_keys[itemsize]
         if not 1 <= keys <= most:
             return f"takes entries with 1 to {most} keys, not {keys}"
         most = by_threshold(self.most_queries[itemsize], keys)
+        if anywhere and keys > _SHORT_KEYS and itemsize in self.most_narrow_queries:
+            more = by_threshold(self.most_narrow_queries[itemsize], shared)
+            most = max(most, more)
         if not 1 <= queries <= most:
             return f"takes entries with 1 to {most} queries, not {queries}"
-        if problem.no_vectors is not None:
-            return problem.no_vectors
-        for name in ("head_dim", "head_dim_v"):
-            if (n := getattr(problem, name)) * itemsize % _VECTOR_BYTES:
-                return f"takes rows of whole vectors, not {name} {n}"
         widest = max(problem.head_dim, problem.head_dim_v)
         most_bytes = by_threshold(self.most_bytes[problem.dtype], widest)
         if _adds_bias(problem):
             most_bytes = max(most_bytes, self.most_bytes_with_bias[problem.dtype])
-        if keys * problem.head_dim * itemsize > most_bytes:
+        if keys <= _SHORT_KEYS and widest <= _FEW_COLUMNS and shared < _VECTOR_BYTES:
+            return f"{keys} keys of {widest} columns are left to tiles or threads"
+        if not anywhere and keys * problem.head_dim * itemsize > most_bytes:
             return f"{keys} keys of {widest} columns are faster on tensor cores"
         heads = num_heads(problem)
         heads_per_sm = self.heads_per_sm[itemsize]
         if queries > 1 and itemsize in self.heads_per_sm_of_more:
             heads_per_sm = by_threshold(self.heads_per_sm_of_more[itemsize], queries)
-        per_sm = by_threshold(heads_per_sm, keys)
+        # Tiles are slow in 16 bits then, however few the heads.
+        per_sm = 0 if anywhere and itemsize == 2 else by_threshold(heads_per_sm, keys)
         if heads < (fewest := per_sm * device.num_sms):
             return (
                 f"takes {math.ceil(fewest)} heads or more for {keys} keys, not {heads}"
             )
-        if self.layout(problem, device).columns > _MOST_COLUMNS:
+        of = self.layout(problem, device)
+        is_tight = queries > 1 and of.words == 2 and shared < _VECTOR_BYTES
+        if of.columns > _MOST_COLUMNS or (is_tight and of.parts_widest > _MOST_PARTS):
             return f"has too few registers for {queries} queries of {widest} columns"
         return None
 
-    def min_blocks(self, problem: AttentionProblem, of: Layout, device: Device) -> int:
+    def min_blocks(
+        self,
+        problem: AttentionProblem,
+        of: Layout,
+        device: Device,
+        is_shared: bool = False,
+    ) -> int:
         """Blocks per multiprocessor, by registers."""
         table = self.registers if of.words == 1 else self.registers_of_float64
         plain, with_options = by_threshold(table, of.columns)
@@ -241,6 +294,9 @@ class Tuning:
             registers = self.registers_of_one_warp
         if self.wide_step is not None and _is_wide(problem, device):
             registers = self.wide_registers
+        needs_more = of.queries > 1 or (is_shared and self.more_if_shared)
+        if needs_more and has_narrow_vectors(problem):
+            registers += registers // 2
         if device.cc >= _NEEDS_MORE:
             registers += registers // 8
         return max(1, _REGISTERS // (of.num_threads * registers))
@@ -264,7 +320,8 @@ class Tuning:
             source, entry,
             QUERIES=of.queries, LANES=of.lanes, VECTOR=of.vector, PARTS_K=of.parts_k,
             PARTS_V=of.parts_v, UNROLL=of.unroll, WARPS=of.warps, ENTRIES=of.entries,
-            MIN_BLOCKS=self.min_blocks(problem, of, device), smem=smem, **more,
+            MIN_BLOCKS=self.min_blocks(problem, of, device, splits > 1), smem=smem,
+            **more,
         )  # fmt: skip
 
 
@@ -275,7 +332,9 @@ class GemvKernel(spec.ForwardSpec):
     In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`. In float64, more
     than one query has at most `most_keys_beside_tiles` keys, and `most_beside_tiles`
     queries, where a row of tiles on tensor cores takes the others, or if two queries
-    have at most `most_keys_per_sm` keys of all heads for each multiprocessor.
+    have at most `most_keys_per_sm` keys of all heads for each multiprocessor. Tiles
+    read rows that start anywhere a few bytes at a time: these come here with fewer
+    heads and more keys.
 
     Blocks share the keys of an entry if there are at most `shared_per_sm` entries per
     multiprocessor, and these finish sooner that way: each block has at least
@@ -299,7 +358,7 @@ class GemvKernel(spec.ForwardSpec):
         reason = self.tuning.unsupported_reason(problem, device)
         if reason is not None:
             return reason
-        in_16_bits = ITEMSIZE[problem.dtype] == 2
+        in_16_bits = ITEMSIZE[problem.dtype] == 2 and not _starts_anywhere(problem)
         widest, heads = max(problem.head_dim, problem.head_dim_v), num_heads(problem)
         if (
             in_16_bits
@@ -318,7 +377,8 @@ class GemvKernel(spec.ForwardSpec):
         queries, keys = problem.seqlen_q, problem.seqlen_k
         keys_of_all = num_heads(problem) * keys
         is_few = queries <= self.most_beside_tiles and (
-            keys <= self.most_keys_beside_tiles
+            _starts_anywhere(problem)
+            or keys <= self.most_keys_beside_tiles
             or keys_of_all <= self.most_keys_per_sm * device.num_sms
         )
         if queries > 1 and not is_few and device.arch in FAST_FLOAT64:
@@ -405,5 +465,6 @@ GEMV = GemvKernel(
         wide_registers=80,
         registers_of_one_warp=64,
         most_keys={2: 4096, 4: LONG_SUM, 8: LONG_SUM},
+        most_narrow_queries={2: {2: 4, 8: 2}, 4: {4: 8, 8: 5}},
     ),
 )

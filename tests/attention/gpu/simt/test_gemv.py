@@ -42,6 +42,17 @@ SIZES_OF_FLOAT64 = (
     *(x for x in SIZES if x[0] * max(x[2:]) <= 512 and x != (1, 1, 8, 8)),
     (1, 1, 16, 8),
 )
+# The same, of rows that are not whole vectors.
+ODD_SIZES = (
+    (1, 100, 103, 103),
+    (1, 33, 7, 1),
+    (1, 70, 1, 255),
+    (1, 40, 60, 36),
+    (2, 129, 50, 30),
+    (3, 40, 13, 64),
+    (4, 65, 66, 103),
+    (2, 37, 255, 130),
+)
 SIZES_OF_DTYPES = [
     (dtype, *size)
     for dtype in ALL
@@ -53,6 +64,11 @@ def problem(dtype="float16", head_dim=64, queries=1, keys=100, **options):
     made = samples.made_up(dtype, head_dim)
     few = {"num_heads": 2048, "num_kv_heads": 2048, "seqlen_q": queries}
     return dataclasses.replace(made, **{**few, "seqlen_k": keys, **options})
+
+
+def alignment(dtype, dim):
+    """Bytes that rows of a contiguous array share."""
+    return math.gcd(16, dim * np.dtype(dtype_of(dtype)).itemsize)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -94,11 +110,11 @@ REFUSED = [
     (problem(keys=4097), "sm_90a", "1 to 4096 keys, not 4097"),
     (problem(keys=0), "sm_90a", "keys, not 0"),
     (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
-    (problem(head_dim_v=100), "sm_90a", "whole vectors, not head_dim_v 100"),
     (problem(num_kv_heads=512), "sm_90a", "one query head per head of k, not 4"),
     (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
     (problem(score="s * 2"), "sm_90a", "no score or mask function"),
-    (problem(no_vectors="q starts anywhere"), "sm_90a", "q starts anywhere"),
+    (problem(row_alignment=1), "sm_90a", "whole elements, not at every 1 bytes"),
+    (problem("float64", row_alignment=4), "sm_90a", "not at every 4 bytes"),
 ]
 
 
@@ -182,6 +198,89 @@ def test_weights_of_float64_are_kept_where_there_is_room(queries, keys, options,
         == GEMV_VJP.config(asked, 1, device(), "_totals", 2).variant.smem
         == 0
     )
+
+
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize(
+    ("dims", "row_alignment"),
+    [((64, 64), 16), ((64, 64), 8), ((104, 103), 16), ((50, 50), 16), ((256, 1), 16)],
+)
+def test_vectors_are_the_widest_that_rows_allow(dtype, dims, row_alignment):
+    """And a lane has as many columns as of whole vectors."""
+    dim, dim_v = dims
+    asked = problem(dtype, dim, head_dim_v=dim_v, row_alignment=row_alignment)
+    for tuning in (GEMV.tuning, GEMV_VJP.tuning):
+        of = tuning.layout(asked, device())
+        itemsize = np.dtype(dtype_of(dtype)).itemsize
+        shared = math.gcd(row_alignment, dim * itemsize, dim_v * itemsize)
+        assert of.vector == shared // itemsize
+        wide = problem(dtype, -(-dim // 8) * 8, head_dim_v=-(-dim_v // 8) * 8)
+        aligned = tuning.layout(wide, device())
+        assert of.lanes == aligned.lanes
+        assert of.parts_k * of.vector <= aligned.parts_k * aligned.vector
+        assert of.parts_v * of.vector <= aligned.parts_v * aligned.vector
+        assert of.lanes * of.vector * of.parts_k >= dim
+        assert of.lanes * of.vector * of.parts_v >= dim_v
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("dim", [1, 7, 50, 103, 255])
+@pytest.mark.parametrize(("heads", "keys"), [(8, 8192), (512, 1000), (4096, 100)])
+def test_takes_one_query_of_odd_rows(arch, dtype, dim, heads, keys):
+    """Of few heads and many keys, too."""
+    if (arch, dtype) == ("sm_75", "bfloat16"):
+        pytest.skip("bfloat16 needs sm_80")
+    if (dtype, dim) == ("float64", 50):
+        pytest.skip("whole vectors")
+    few = {"num_heads": heads, "num_kv_heads": heads}
+    asked = problem(dtype, dim, 1, keys, **few, row_alignment=alignment(dtype, dim))
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+    assert (row, refused) == (GEMV, ())
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
+    assert row is GEMV_VJP
+    longer = dataclasses.replace(asked, seqlen_k=32769)
+    for row, x in ((GEMV, longer), (GEMV_VJP, gradient(longer))):
+        assert "1 to 32768 keys" in row.unsupported_reason(x, device(arch))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "keys", "most"),
+    [
+        ("float16", 103, 100, 4),
+        ("float16", 103, 32, 1),
+        ("float16", 50, 100, 2),
+        ("float16", 100, 100, 2),
+        ("float32", 103, 100, 8),
+        ("float32", 103, 32, 2),
+        ("float32", 50, 100, 5),
+        ("float64", 103, 1000, 2),
+    ],
+)
+def test_takes_as_many_queries_of_odd_rows_as_pay(dtype, dim, keys, most):
+    for queries in range(1, 10):
+        shared = alignment(dtype, dim)
+        asked = problem(dtype, dim, queries, keys, row_alignment=shared)
+        taken = GEMV.unsupported_reason(asked, device()) is None
+        assert taken == (queries <= most), queries
+        # Rows with padding that start at whole vectors have the limits of those.
+        padded = problem(dtype, dim, queries, keys)
+        wide = problem(dtype, -(-dim // 8) * 8, queries, keys)
+        reasons = [GEMV.unsupported_reason(x, device()) for x in (padded, wide)]
+        assert (reasons[0] is None) == (reasons[1] is None)
+
+
+@pytest.mark.parametrize("dtype", ALL)
+def test_leaves_short_entries_of_few_columns_to_the_next_row(dtype):
+    for dim, keys in ((1, 1), (7, 9), (15, 32)):
+        asked = problem(dtype, dim, 1, keys, row_alignment=alignment(dtype, dim))
+        for row, x in ((GEMV, asked), (GEMV_VJP, gradient(asked))):
+            reason = row.unsupported_reason(x, device())
+            assert f"{keys} keys of {dim} columns are left to tiles" in reason
+    for dim, keys in ((17, 32), (7, 33)):
+        asked = problem(dtype, dim, 1, keys, row_alignment=alignment(dtype, dim))
+        for row, x in ((GEMV, asked), (GEMV_VJP, gradient(asked))):
+            assert row.unsupported_reason(x, device()) is None
 
 
 def test_takes_as_many_keys_as_pay():
@@ -353,6 +452,10 @@ def test_few_entries_have_more_warps():
             gradient(problem("float64", 256, 3, 40)),
             "too few registers for 3 queries of 256 columns",
         ),
+        (
+            gradient(problem("float64", 255, 2, 40, row_alignment=8)),
+            "too few registers for 2 queries of 255 columns",
+        ),
         (gradient(problem(), need_dsinks=True), "does not compute dsinks"),
         (
             gradient(problem(bias="float16"), need_dbias=True, bias_shape=(1, 100)),
@@ -406,6 +509,11 @@ def test_vectors_that_rows_start_at():
     )
     one = np.zeros((1, 9), "float16")[:, :8]  # no second row to start
     assert views.no_vectors(v=At(0, one)) is None
+    assert views.row_alignment(q=At(256, x), v=At(0, one)) == 16
+    assert views.row_alignment(q=At(258, x)) == 2
+    assert views.row_alignment(q=At(264, x)) == 8
+    wide = np.zeros((3, 2, 10), "float16")[..., :8]
+    assert views.row_alignment(q=At(0, x), k=At(0, wide)) == 4
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -662,6 +770,75 @@ def test_every_size(cupy, rng, few_heads, dtype, queries, keys, dim, dim_v):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("size", ODD_SIZES)
+def test_rows_that_are_not_whole_vectors(cupy, rng, few_heads, dtype, size):
+    if dtype == "float64" and size[0] > 1 and max(size[2:]) > 128:
+        pytest.skip("has too few registers")
+    check_both(cupy, rng, dtype, size, batch=(3,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("size", [(1, 200, 103, 103), (2, 140, 7, 30), (1, 130, 50, 1)])
+def test_blocks_share_keys_of_odd_rows(cupy, rng, shared_keys, dtype, size):
+    check_both(cupy, rng, dtype, size, batch=(2,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+def test_odd_rows_of_few_heads_and_many_keys(cupy, rng, dtype):
+    """Without a change of the table."""
+    check_both(cupy, rng, dtype, (1, 5000, 13, 13), batch=(1,))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options_of_odd_rows(cupy, rng, few_heads, dtype, name):
+    check_both(cupy, rng, dtype, (2, 37, 33, 21), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+@pytest.mark.parametrize("keys", [45, 200])
+def test_a_bias_of_odd_rows(cupy, rng, shared_keys, dtype, keys):
+    q, k = (4, 2, 2, 27), (4, 2, keys, 27)
+    bias = rng.normal(size=(4, 2, 2, keys)).astype(dtype_of(dtype))
+    bias[rng.random(bias.shape) < 0.2] = -np.inf
+    lengths = np.array([keys, 0, 3, 12], np.int32)
+    options = {"bias": bias, "key_lengths": lengths, "need_dbias": True}
+    vjp_laws.poison(cupy, bias.shape)
+    grads = agree(cupy, *inputs(rng, dtype, q, k), **options, softcap=4.0)
+    assert not to_host(grads.dbias)[1].astype(np.float32).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
+def test_calls_of_other_pointers_have_plans_of_their_own(cupy, rng, few_heads, dtype):
+    """The same shapes at addresses that share fewer bytes, one after the other."""
+    q, k, v, dout = inputs(rng, dtype, (3, 2, 2, 32), (3, 2, 40, 32))
+    found = []
+    for past in (0, 4, 2, 1, 8, 0):
+        placed = []
+        for x in (q, k, v, dout):
+            room = cupy.zeros(x.size + 8, place(cupy, x).dtype)
+            room[past : past + x.size] = place(cupy, x).ravel()
+            placed.append(room[past : past + x.size].reshape(x.shape))
+        *qkv, dout_here = placed
+        assert cupyflash.explain("attention", *qkv).kernel == "gemv"
+        out, lse = cupyflash.attention(*qkv, return_lse=True)
+        grads = cupyflash.attention_vjp(dout_here, *qkv, out, lse)
+        found.append([to_host(x).astype(np.float64) for x in (out, *grads[:3])])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            near = small_entries._UNITS[dtype] * np.abs(a).max()
+            assert np.abs(a - b).max() <= near
+    for a, b in zip(found[0], found[-1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ALL)
 def test_keys_of_several_steps(cupy, rng, few_heads, dtype):
     check_both(cupy, rng, dtype, (2, 1100, 32, 32), batch=(2,))
 
@@ -700,7 +877,7 @@ def test_an_lse_and_what_flows_into_it(cupy, rng, few_heads, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("form", FORMS)
 def test_strides(cupy, rng, few_heads, dtype, form):
-    """Rows that do not start at vectors are left to other rows."""
+    """Rows may start at any element."""
     forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
     arrays = inputs(rng, dtype, (6, 2, 4, 24), (6, 2, 18, 24))
     agree(cupy, *arrays, forms=forms, causal=True)

@@ -16,7 +16,7 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kMinBlocks = MIN_BLOCKS;
 constexpr int kParts = PARTS;  // tf32 numbers per float32
-#ifdef WORDS                   // rows of q, k or v are no whole vectors
+#ifdef UNALIGNED  // rows of q, k or v are no whole 16-byte vectors
 constexpr bool kUnaligned = true;
 #else
 constexpr bool kUnaligned = false;

@@ -16,8 +16,8 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kMinBlocks = MIN_BLOCKS;
 constexpr int kParts = PARTS;  // tf32 numbers per float32
-#ifdef UNALIGNED  // rows of q, k or v are no whole 16-byte vectors
-constexpr bool kUnaligned = true;
+#ifdef UNALIGNED
+constexpr bool kUnaligned = true;  // rows of q, k or v are no whole 16-byte vectors
 #else
 constexpr bool kUnaligned = false;
 #endif

@@ -24,7 +24,8 @@ _WARP, _VECTOR_BYTES = 32, 16
 _WIDEST = 256  # columns
 # Registers of q that a lane holds, for all queries together.
 _MOST_COLUMNS = 32
-# Numbers of a row that a lane has one by one, with several queries in float64.
+# Vectors of a row of float64 numbers that a lane has without more registers; with
+# several queries it never has more.
 _MOST_PARTS = 4
 # Bytes that a lane loads before it uses the first of them; fewer than a register has
 # take a whole one.
@@ -165,7 +166,8 @@ class Tuning:
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
     # Whether narrow vectors need more of them where blocks share the keys of an entry.
-    # Those of several queries always do: each load of a few bytes has one of its own.
+    # Those of several queries, and of wide rows in float64, always do: each load of a
+    # few bytes has one of its own.
     more_if_shared: bool = False
     # Vectors of a row that a lane has, if there are lanes for them, by the size of an
     # element and the queries.
@@ -203,8 +205,8 @@ class Tuning:
         if self.wide_step is not None and _is_wide(problem, device):
             unroll, warps = self.wide_step
         of_key = (parts_k + parts_v) * max(_REGISTER_BYTES, vector * itemsize)
-        # Several queries leave fewer registers for narrow vectors.
-        is_tight = queries > 2 and has_narrow_vectors(problem)
+        # Several queries, and float64, leave fewer registers for narrow vectors.
+        is_tight = has_narrow_vectors(problem) and (queries > 2 or itemsize == 8)
         most_loaded = _MOST_LOADED // (2 if is_tight else 1)
         unroll = min(unroll, max(1, most_loaded // of_key))
         if _adds_bias(problem):
@@ -294,7 +296,11 @@ class Tuning:
             registers = self.registers_of_one_warp
         if self.wide_step is not None and _is_wide(problem, device):
             registers = self.wide_registers
-        needs_more = of.queries > 1 or (is_shared and self.more_if_shared)
+        needs_more = (
+            of.queries > 1
+            or (is_shared and self.more_if_shared)
+            or (of.words == 2 and of.parts_widest > _MOST_PARTS)
+        )
         if needs_more and has_narrow_vectors(problem):
             registers += registers // 2
         if device.cc >= _NEEDS_MORE:

@@ -8,6 +8,7 @@ from cupyflash._attention.gpu.config import (
     FAST_FLOAT64,
     LONG_SUM,
     SplitKV,
+    holds_blocks,
     if_on,
     is_plain,
     launch_config,
@@ -338,7 +339,10 @@ class GemvKernel(spec.ForwardSpec):
     In 16 bits, heads of 65 to 128 columns must be `wide_heads_per_sm`. In float64, more
     than one query has at most `most_keys_beside_tiles` keys, and `most_beside_tiles`
     queries, where a row of tiles on tensor cores takes the others, or if two queries
-    have at most `most_keys_per_sm` keys of all heads for each multiprocessor. Tiles
+    have at most `most_keys_per_sm` keys of all heads for each multiprocessor. In
+    float32, more than `most_beside_few` queries of more than `widest_beside_few`
+    columns are left to `mma_few`, if they have `least_keys_of_few` and there is shared
+    memory for two blocks of `bytes_of_few`. Tiles
     read rows that start anywhere a few bytes at a time: these come here with fewer
     heads and more keys.
 
@@ -354,6 +358,10 @@ class GemvKernel(spec.ForwardSpec):
     most_keys_beside_tiles: int = 64
     most_beside_tiles: int = 2
     most_keys_per_sm: int = 128
+    most_beside_few: int = 5
+    widest_beside_few: int = 32
+    least_keys_of_few: int = 128
+    bytes_of_few: int = 80 << 10
     shared_per_sm: int = 2
     least_steps: int = 2
     most_waves: int = 4
@@ -372,6 +380,14 @@ class GemvKernel(spec.ForwardSpec):
             and heads < (n := self.wide_heads_per_sm * device.num_sms)
         ):
             return f"takes {n} heads or more of {widest} columns, not {heads}"
+        queries = problem.seqlen_q
+        if (
+            queries > self.most_beside_few
+            and widest > self.widest_beside_few
+            and problem.seqlen_k >= self.least_keys_of_few
+            and holds_blocks(device, 2, self.bytes_of_few)
+        ):
+            return f"{queries} queries of {widest} columns are faster on tensor cores"
         return self._refuse_float64(problem, device)
 
     def _refuse_float64(self, problem: AttentionProblem, device: Device) -> str | None:

@@ -1,6 +1,7 @@
 """The row of few queries in both tables: what it takes, and its numbers."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -252,6 +253,8 @@ def test_takes_one_query_of_odd_rows(arch, dtype, dim, heads, keys):
         ("float16", 50, 100, 2),
         ("float16", 100, 100, 2),
         ("float32", 103, 100, 8),
+        ("float32", 103, 1000, 5),  # or `mma_few`
+        ("float32", 31, 1000, 8),
         ("float32", 103, 32, 2),
         ("float32", 50, 100, 5),
         ("float64", 103, 1000, 2),
@@ -268,6 +271,16 @@ def test_takes_as_many_queries_of_odd_rows_as_pay(dtype, dim, keys, most):
         wide = problem(dtype, -(-dim // 8) * 8, queries, keys)
         reasons = [GEMV.unsupported_reason(x, device()) for x in (padded, wide)]
         assert (reasons[0] is None) == (reasons[1] is None)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"])
+def test_leaves_float32_queries_to_tensor_cores_where_a_row_takes_them(arch):
+    for queries, dim, keys in itertools.product((5, 6, 8), (31, 33, 103), (127, 1000)):
+        asked = problem("float32", dim, queries, keys, row_alignment=4)
+        row, _ = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+        is_left = queries > 5 and dim > 32 and keys > 127
+        has_room = arch in ("sm_80", "sm_90a", "sm_100")
+        assert row.name == ("mma_few" if is_left and has_room else "gemv")
 
 
 @pytest.mark.parametrize("dtype", ALL)

@@ -31,6 +31,26 @@ __device__ __forceinline__ uint4 gather(const elem_t* row, column_t first,
   return v.word;
 }
 
+// The same of 16-bit elements by words alone: each that holds one of the row is read
+// whole, with its other element, and no lane takes another way than its neighbours.
+template <typename elem_t>
+__device__ __forceinline__ uint4 gather_words(const elem_t* row, int first, int dim) {
+  static_assert(sizeof(elem_t) == 2);
+  const int count = min(dim - first, 8);  // elements
+  const auto at = reinterpret_cast<unsigned long long>(row + first);
+  const unsigned* const from = reinterpret_cast<const unsigned*>(at & ~3ull);
+  const int skipped = at % 4 / 2;
+  unsigned x[5], y[4];
+#pragma unroll
+  for (int n = 0; n < 5; ++n) x[n] = 2 * n < skipped + count ? from[n] : 0;
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    y[n] = __funnelshift_r(x[n], x[n + 1], 16 * skipped);
+    if (2 * n + 1 >= count) y[n] &= 2 * n < count ? 0xffff : 0;
+  }
+  return make_uint4(y[0], y[1], y[2], y[3]);
+}
+
 // A 16-byte vector and its elements.
 template <typename elem_t> union vector_t {
   uint4 word;

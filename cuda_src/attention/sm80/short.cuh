@@ -126,12 +126,22 @@ template <int kCols> struct matrix_t {
         const bool exists = first + row < end;
         ptx::copy_async_or_zero(to + row * kPitch, exists ? from : x, exists ? 16 : 0);
       }
-    } else {
+    } else if constexpr (sizeof(elem_t) == 2) {
+      constexpr int kBatch = 2;  // rows that load side by side
 #pragma unroll 1
-      for (int row = first; row < kCount; row += kAtOnce) {
-        uint4 word = make_uint4(0, 0, 0, 0);
-        if (row < end) word = gather(x + row * row_stride, col, dim);
-        *reinterpret_cast<uint4*>(at(row, col)) = word;
+      for (int row = first; row < kCount; row += kBatch * kAtOnce) {
+        uint4 words[kBatch];
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+          const int i = row + n * kAtOnce;
+          words[n] = i < end ? gather_words(x + i * row_stride, col, dim)
+                             : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int n = 0; n < kBatch; ++n) {
+          const int i = row + n * kAtOnce;
+          if (i < kCount) *reinterpret_cast<uint4*>(at(i, col)) = words[n];
+        }
       }
     }
   }

@@ -23,9 +23,11 @@ _COPIES_FROM = 256
 _MOST_COPIED = 4
 # Other kernels read rows between words of 4 bytes number by number, which takes long if
 # they have more columns than this. Copies of such arrays pay off from so many queries
-# for each head of k on, in attention and its gradients, and so many keys.
+# for each head of k on, in attention and its gradients, and so many keys; and each may
+# have so many bytes if four times the result is less.
 _WORD, _NARROW = 4, 16
-_ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 17, 9, 64
+_ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 5, 6, 64
+_MOST_ODD = 1 << 28
 
 
 class Copy:
@@ -90,10 +92,11 @@ def most_copied(problem: AttentionProblem) -> int:
 
 def copied_for_tma(problem: AttentionProblem, arrays: dict[str, Any]) -> dict[str, int]:
     """Arrays of which copies for TMA may pay off, and the most bytes of each copy."""
-    pays = _may_pay(problem) and (
-        problem.seqlen_q >= _COPIES_FROM or _are_odd(problem, arrays, _ODD_FROM)
-    )
-    return dict.fromkeys(arrays, most_copied(problem)) if pays else {}
+    is_odd = _are_odd(problem, arrays, _ODD_FROM)
+    if not _may_pay(problem) or not (is_odd or problem.seqlen_q >= _COPIES_FROM):
+        return {}
+    most = most_copied(problem)
+    return dict.fromkeys(arrays, max(most, _MOST_ODD) if is_odd else most)
 
 
 def copied_for_gradients(

@@ -166,9 +166,9 @@ class Tuning:
     # The same without options, where a warp has an entry and a lane one vector of each
     # row: with more, fewer blocks would run at once.
     registers_of_one_warp: int | None = None
-    # Whether narrow vectors need more of them where blocks share the keys of an entry.
-    # Those of several queries, and of wide rows in float64, always do: each load of a
-    # few bytes has one of its own.
+    # Whether narrow vectors need more of them where blocks share the keys of an entry,
+    # and where a lane has many of a row. In float64 the latter always do, and those of
+    # several queries: each load of a few bytes has one of its own.
     more_if_shared: bool = False
     # Vectors of a row that a lane has, if there are lanes for them, by the size of an
     # element and the queries.
@@ -297,10 +297,11 @@ class Tuning:
             registers = self.registers_of_one_warp
         if self.wide_step is not None and _is_wide(problem, device):
             registers = self.wide_registers
+        is_narrow = of.parts_widest > _MOST_PARTS
         needs_more = (
             of.queries > 1
             or (is_shared and self.more_if_shared)
-            or (of.words == 2 and of.parts_widest > _MOST_PARTS)
+            or (is_narrow and (of.words == 2 or self.more_if_shared))
         )
         if needs_more and has_narrow_vectors(problem):
             registers += registers // 2

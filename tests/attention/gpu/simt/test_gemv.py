@@ -719,7 +719,7 @@ def few_heads(monkeypatch):
         if first is GEMV:
             row = dataclasses.replace(
                 row, wide_heads_per_sm=0, most_keys_beside_tiles=4096,
-                most_beside_tiles=8,
+                most_beside_tiles=8, most_beside_few=8,
             )  # fmt: skip
         return (row, *rest)
 

@@ -230,18 +230,19 @@ def write(path, pytest_arguments, part=None):
             found = getattr(node, "workeroutput", None) or {}
             counter.deselected |= {*found.get("deselected", ())}
 
-    code = pytest.main(
-        [
-            "-m",
-            "gpu",
-            # Where pytest-benchmark is installed it would warn under xdist.
-            "-p",
-            "no:benchmark",
-            *(() if files else (str(ROOT / "tests"),)),
-            *pytest_arguments,
-        ],
-        plugins=[counter, OfWorkers()],
-    )
+    arguments = [
+        "-m",
+        "gpu",
+        # Where pytest-benchmark is installed it would warn under xdist.
+        "-p",
+        "no:benchmark",
+        *(() if files else (str(ROOT / "tests"),)),
+        *pytest_arguments,
+    ]
+    try:
+        code = pytest.main(arguments, plugins=[counter, OfWorkers()])
+    except KeyboardInterrupt:  # once more, while pytest ended after the first
+        code = pytest.ExitCode.INTERRUPTED
     found = counter.result(files or _test_files())
     for of_file in found.values():
         of_file["sources"] = digest

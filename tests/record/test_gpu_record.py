@@ -373,6 +373,28 @@ def test_a_part_of_a_file_stamps_no_more_than_itself(tmp_path, capsys, monkeypat
     assert gpu_record._beside(None, part)["sources"] == ""
 
 
+def test_an_interrupted_run_is_recorded(tmp_path, monkeypatch):
+    """`timeout` sends its signal twice, and pytest takes one."""
+
+    def main(arguments, plugins):
+        counter = plugins[0]
+        counter.planned |= {"tests/gpu/test_sizes.py::a", "tests/gpu/test_sizes.py::b"}
+        counter.passed.add("tests/gpu/test_sizes.py::a")
+        raise KeyboardInterrupt
+
+    path = tmp_path / "record.json"
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(gpu_record, "device_facts", lambda: {"device": "a card"})
+    monkeypatch.setattr(gpu_record, "side_by_side", list)
+    monkeypatch.setattr(gpu_record, "_with_variants", lambda *args: {})
+    for name in ("CUPYFLASH_REQUIRE_GPU", "PYTHONPATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert gpu_record.write(path, []) == pytest.ExitCode.INTERRUPTED
+    found = json.loads(path.read_text("utf-8"))["files"]["gpu/test_sizes.py"]
+    assert (found["passed"], found["not_run"]) == (1, 1)
+
+
 def test_what_is_deselected_is_counted():
     counter = gpu_record.Counter()
     items = [

@@ -17,7 +17,7 @@
 //            keys weigh 0, whatever they are. If a key that is seen is not finite, or a
 //            gradient, `found` asks for the fallback
 // Limits     kRows queries, head dimensions up to kDim. Each query head has keys of its
-//            own
+//            own. Rows are whole vectors unless UNALIGNED
 #include "attention/fp64/few_backward.cuh"
 
 #ifdef KEY_SPLITS

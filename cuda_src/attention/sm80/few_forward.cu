@@ -14,10 +14,12 @@
 // Memory     global: q and out once, k and v once per tile of queries. Pieces of the
 //            next tile are on their way during the products of this one; the block
 //            waits once per tile of keys, for scores
-// Numbers    s, p and o in float32, products in tf32 parts (few_forward.cuh)
-// Limits     rows of q, k and v start at multiples of 16 bytes. Where o is not finite
-//            the block begins again: values that parts cannot represent, and those of
-//            hidden keys, which contribute 0 * NaN, are then added one by one
+// Numbers    s, p and o in float32, products in tf32 parts (few_forward.cuh). Where o
+//            is not finite the block begins again: values that parts cannot represent,
+//            and those of hidden keys, which contribute 0 * NaN, are then added one by
+//            one
+// Limits     head dimensions up to kHeadDim and kHeadDimV; rows start anywhere with
+//            UNALIGNED, else at multiples of 16 bytes
 #include "attention/sm80/few_forward.cuh"
 
 // The pieces of k and v of a warp, in the order in which it needs them.

@@ -35,13 +35,20 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long n = block * NUM_THREADS + threadIdx.x;
   if (n >= params.num_rows * num_vectors) return;
-  const long long row = params.by_columns ? n % params.num_rows : n / num_vectors;
-  const column_t vector = params.by_columns ? n / params.num_rows : n % num_vectors;
+  const long long inner = params.by_columns ? params.num_rows : num_vectors;
+  const long long outer_index = divide(n, inner), inner_index = n - outer_index * inner;
+  const long long row = params.by_columns ? inner_index : outer_index;
+  const column_t vector = params.by_columns ? outer_index : inner_index;
   const elem_t* const from = x + locate(params.rows, row).of[0];
   const column_t first = vector * kElems;
   uint4 word;
   if (params.column_stride == 1) {
-    word = gather(from, first, num_columns);
+    const column_t left = num_columns - first;
+    if constexpr (sizeof(elem_t) == 2) {
+      word = gather_words(from + first, 0, left < kElems ? int(left) : kElems);
+    } else {
+      word = gather(from, first, num_columns);
+    }
   } else {
     union {
       uint4 word;

@@ -55,9 +55,37 @@ template <bool kValue> struct flag_t {
   static constexpr bool value = kValue;
 };
 
+// Whether rows end inside of a tile or begin between 16-byte vectors.
+#ifdef PARTIAL_ROWS
+constexpr bool kPartialRows = true;
+#else
+constexpr bool kPartialRows = false;
+#endif
+
+// Starts copies of kNumbers neighbouring numbers by each of kLanes lanes, kStep rows at
+// a time; `x` is the first row of this lane, and `num_left` rows are left from it on.
+template <int kRows, int kDim, int kCols, int kNumbers, int kLanes, int kStep>
+__device__ __forceinline__ void copy_partial_rows(unsigned to, const double* x,
+                                                  index_t stride, int first_row,
+                                                  int lane, int num_left, int dim) {
+  x += lane * kNumbers;
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+    if (kRows % kStep != 0 && row + first_row >= kRows) break;
+    const int row_dim = row < num_left ? dim : 0;
+#pragma unroll 4
+    for (int n = 0; n < kCols / kNumbers / kLanes; ++n) {
+      const int col = (n * kLanes + lane) * kNumbers;
+      const int at = place<kDim>(row + first_row, col / kVec) + col % kVec;
+      ptx::copy_or_fill<8 * kNumbers>(to + at * 8, x + n * kLanes * kNumbers,
+                                      8 * min(max(row_dim - col, 0), kNumbers));
+    }
+  }
+}
+
 // Starts copies of the first kCols columns of kRows rows to shared memory, in which
 // rows are kDim long; rows from `num_rows` and columns from `dim` on are zeros. Whole
-// tiles take a fast way, unless the code must be short.
+// tiles, or partial rows, take a fast way, unless the code must be short.
 template <int kRows, int kDim, int kCols = kDim, bool kShort = false>
 __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t stride,
                                           index_t num_rows, int dim) {
@@ -76,6 +104,17 @@ __device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t
   const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  if constexpr (kPartialRows && !kShort) {
+    x += first_row * stride;
+    if (aligned) {
+      copy_partial_rows<kRows, kDim, kCols, kVec, kLanes, kStep>(
+          to, x, stride, first_row, lane, num_left, dim);
+    } else {
+      copy_partial_rows<kRows, kDim, kCols, 1, kLanes, kStep>(to, x, stride, first_row,
+                                                              lane, num_left, dim);
+    }
+    return;
+  }
   x += first_row * stride + lane * kVec;
   if (!kShort && aligned && num_rows >= kRows && dim >= kCols && kRows % kStep == 0) {
 #pragma unroll

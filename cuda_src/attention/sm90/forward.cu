@@ -1204,19 +1204,20 @@ struct consumer_t {
     }
   }
 
-  // Stores o / l of one split as floats. `nonfinite`: nonzero if any is not finite.
+  // Stores o / l of one split as floats, and zeros behind the last column.
+  // `nonfinite`: nonzero if any is not finite.
   __device__ __forceinline__ void store_part(const work_t& work,
                                              const tile_coord_t& here, int tile,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
                                              unsigned (&nonfinite)[2]) const {
-    const params_t& params = args.params();
+    const int pitch = part_pitch(args.params());
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_r = work.row_thread + 8 * r;
       if (row_r < work.num_rows) {
-        float* const out_row = reinterpret_cast<float*>(args.out) +
-                               row_number(here, row_r, tile) * params.head_dim_v;
+        float* const out_row =
+            reinterpret_cast<float*>(args.out) + row_number(here, row_r, tile) * pitch;
 #pragma unroll
         for (int e = 2 * r; e < kOutputs; e += 4) {
           const int column = column_of(e) + lane % 4 * 2;
@@ -1224,7 +1225,7 @@ struct consumer_t {
               seen[r] ? make_float2(o[e] * inverse[r], o[e + 1] * inverse[r])
                       : make_float2(0, 0);
           nonfinite[r] |= !(is_finite(pair.x) & is_finite(pair.y));
-          if (column < params.head_dim_v) {
+          if (column < pitch) {
             *reinterpret_cast<float2*>(out_row + column) = pair;
           }
         }

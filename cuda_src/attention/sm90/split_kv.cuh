@@ -8,6 +8,11 @@
 
 constexpr int kCombineBarrier = 10;  // named barrier of all consumer warpgroups
 
+// Columns from row to row of the results of a split: whole vectors.
+__device__ __forceinline__ int part_pitch(const params_t& params) {
+  return (static_cast<int>(params.head_dim_v) + 3) / 4 * 4;
+}
+
 // Combines out and lse of one row, by one warp. `row` is the row in the first split;
 // `stride` leads to the same row of the next. `sink` is an extra score, or -inf.
 __device__ __forceinline__ void combine_row(const float* parts, const double* lses,
@@ -17,6 +22,7 @@ __device__ __forceinline__ void combine_row(const float* parts, const double* ls
   // Splits loaded before their weights are known, as registers allow.
   constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;
   const int lane = threadIdx.x % kWarpSize, head_dim_v = params.head_dim_v;
+  const int pitch = part_pitch(params);
   auto lse_of = [&](int part) { return __ldcg(lses + part * stride + row); };
   const double first_lse = lane < num_splits ? lse_of(lane) : -infinity<double>();
   double m = -infinity<double>();
@@ -25,7 +31,7 @@ __device__ __forceinline__ void combine_row(const float* parts, const double* ls
     const int column = first + 4 * lane;
     const bool exists = column < head_dim_v;
     auto part_of = [&](int part) {
-      const float* from = parts + (part * stride + row) * head_dim_v + column;
+      const float* from = parts + (part * stride + row) * pitch + column;
       return exists ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{};
     };
     float4 ahead[kAhead];
@@ -85,6 +91,7 @@ __device__ __forceinline__ void combine_row(const float* parts, const double* ls
       const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
+        if (column + n >= head_dim_v) break;
         out[(column + n) * params.out.col] = to<elem_t>(values[n] * inverse);
       }
     }

@@ -44,13 +44,17 @@ def combine_launch(
 
 
 def combine_splits(
-    problem, operands, states, out_lse_dtype=None
+    problem, operands, states, out_lse_dtype=None, columns=None
 ) -> tuple[LaunchConfig, bytes]:
-    """The same for `states` of a call over splits of its keys, back to back."""
+    """The same for `states` of a call over splits of its keys, back to back.
+
+    Their rows are `columns` apart, by default one behind the other.
+    """
     shape = (states.num_parts, *states.shape)
+    columns = states.head_dim_v if columns is None else columns
     return combine_launch(
         states,
-        attention_params.contiguous_strides((*shape, states.head_dim_v)),
+        attention_params.contiguous_strides((*shape, columns)),
         attention_params.contiguous_strides(shape),
         attention_params.out_strides(problem, operands),
         problem.dtype,

@@ -21,12 +21,13 @@ from cupyflash._cuda.launch_sequence import Result, Steps
 # bytes such copies may have per byte of out, whose rows are padded as well.
 _COPIES_FROM = 256
 _MOST_COPIED = 4
-# Other kernels read rows between words of 4 bytes number by number, which takes long if
-# they have more columns than this. Copies of such arrays pay off from so many queries
-# for each head of k on, in attention and its gradients, and so many keys; and each may
-# have so many bytes if four times the result is less.
-_WORD, _NARROW = 4, 16
+# Other kernels read rows between words of 4 bytes number by number. Copies of such
+# arrays pay off from so many queries for each head of k on, in attention and its
+# gradients, and so many keys; attention of few columns asks for more keys. Each may have
+# so many bytes if four times the result is less.
+_WORD = 4
 _ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 5, 6, 64
+_NARROW, _NARROW_KEYS_FROM = 16, 2048
 _MOST_ODD = 1 << 28
 
 
@@ -92,7 +93,9 @@ def most_copied(problem: AttentionProblem) -> int:
 
 def copied_for_tma(problem: AttentionProblem, arrays: dict[str, Any]) -> dict[str, int]:
     """Arrays of which copies for TMA may pay off, and the most bytes of each copy."""
-    is_odd = _are_odd(problem, arrays, _ODD_FROM)
+    widest = max(x.shape[-1] for x in arrays.values())
+    keys_from = _NARROW_KEYS_FROM if widest <= _NARROW else _ODD_KEYS_FROM
+    is_odd = _are_odd(problem, arrays, _ODD_FROM, keys_from)
     if not _may_pay(problem) or not (is_odd or problem.seqlen_q >= _COPIES_FROM):
         return {}
     most = most_copied(problem)
@@ -108,7 +111,7 @@ def copied_for_gradients(
     for any number of queries.
     """
     forward = problem.forward
-    is_odd = _are_odd(forward, arrays, _ODD_GRADIENTS_FROM)
+    is_odd = _are_odd(forward, arrays, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM)
     if not _may_pay(forward) or not (is_odd or forward.seqlen_q >= _COPIES_FROM):
         return {}
     most = most_copied(forward)
@@ -124,18 +127,18 @@ def _may_pay(problem):
     return in_16_bits and problem.method in ("auto", "tiled")
 
 
-def _are_odd(problem, arrays, least):
+def _are_odd(problem, arrays, least, least_keys):
     """Whether other kernels would take long to read some of these, for long enough."""
     is_long = problem.seqlen_q * problem.group_size >= least
-    is_long &= problem.seqlen_k >= _ODD_KEYS_FROM
+    is_long &= problem.seqlen_k >= least_keys
     return is_long and any(map(_lies_between_words, arrays.values()))
 
 
 def _lies_between_words(x) -> bool:
-    """Whether wide rows that kernels can read as they lie do not start at words."""
-    *rows, columns = x.shape
+    """Whether rows that kernels can read as they lie do not start at words."""
+    *rows, _ = x.shape
     *steps, step = x.strides
-    if columns <= _NARROW or step != x.itemsize:
+    if step != x.itemsize:
         return False
     steps = [s for n, s in zip(rows, steps, strict=True) if n > 1]
     return math.gcd(x.data.ptr, *steps) % _WORD != 0

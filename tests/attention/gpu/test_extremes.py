@@ -122,6 +122,11 @@ ODD_PARTS = {
     "a part that sees no key": ((3, 1, 1, 1, 800, 64), {"key_lengths": (100, 0, 800)}),
     "sinks": ((1, 3, 3, 1, 800, 64), {"sinks": (0.5, -1.0, 2.0)}),
     "wide heads": ((1, 3, 1, 7, 3000, 320), {}),
+    "odd columns": ((1, 2, 2, 8, 3000, 103), {}),
+    "odd columns, packed heads": ((1, 4, 1, 5, 3000, 33), {}),
+    "few odd columns": ((1, 2, 2, 8, 3000, 7), {}),
+    "odd columns, a kernel that merges": ((1, 2, 2, 100, 3000, 65), {}),
+    "odd columns, sinks": ((1, 3, 3, 8, 3000, 31), {"sinks": (0.5, -1.0, 2.0)}),
 }
 
 

@@ -353,7 +353,9 @@ COPIED = [
     ((4, 8, 8, 1000, 103, 0), "", ""),  # by vectors of a number
     ((8, 8, 8, 100_000, 103, 0), "", "q, k, v, dout"),  # 330 MB
     ((100, 8, 8, 63, 103, 0), "", ""),
-    ((100, 8, 8, 400, 15, 0), "", ""),  # a row is soon read
+    ((100, 8, 8, 400, 15, 0), "", "q, k, v, dout"),  # a row is soon read
+    ((8, 8, 8, 2047, 16, 1), "", "q, k, v"),
+    ((8, 8, 8, 2048, 7, 0), "q, k, v", "q, k, v, dout"),
     ((100, 8, 8, 400, 102, 0), "", ""),  # words
     ((100, 8, 8, 400, 62, 2), "", ""),
     ((100, 8, 8, 400, 104, 0), "", ""),
@@ -398,7 +400,7 @@ def test_what_is_copied(monkeypatch, arch, dtype, sizes, forward, backward):
     ("queries", "heads", "keys"), [(6, 2, 200), (20, 6, 70), (100, 2, 390)]
 )
 @pytest.mark.parametrize(
-    ("dim", "form"), [(103, "plain"), (31, "plain"), (64, "shifted")]
+    ("dim", "form"), [(103, "plain"), (31, "plain"), (7, "plain"), (64, "shifted")]
 )
 def test_odd_rows_of_few_queries(cupy, rng, dim, form, queries, heads, keys, kind):
     """Forward and gradients; copied where the card has TMA."""

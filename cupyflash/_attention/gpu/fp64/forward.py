@@ -132,6 +132,11 @@ class TensorFloat64Kernel(ForwardSpec):
         dim, dim_v = (next(n for n in dims if n >= x) for x in asked)
         return dim, dim_v
 
+    def _has_partial_rows(self, problem):
+        """Whether rows end inside of a tile, or begin between vectors."""
+        asked = problem.head_dim, problem.head_dim_v
+        return self._dims(problem) != asked or problem.row_alignment % 16 != 0
+
     def _tiles(self, problem, device):
         """The tiles that fit on `device`, all with the block_n of the first."""
         dims, drifts = self._dims(problem), not _spills_drifting(problem, device)
@@ -192,6 +197,7 @@ class TensorFloat64Kernel(ForwardSpec):
         }
         if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        switches |= attention_config.if_on(PARTIAL_ROWS=self._has_partial_rows(problem))
         switches |= attention_config.two_level_sum(problem)
         switches |= mask_bits.switches(problem)
         return attention_config.launch_config(
@@ -264,6 +270,7 @@ def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
         ):
             asked = make("float64", head_dim, **options)
             yield asked, 1
+            yield replace(asked, row_alignment=8), 1
             for queries in (16, 32) if 64 < head_dim <= 128 else ():
                 yield replace(asked, seqlen_q=queries, **few), 1
     for head_dim in (48, 80, 112, 160, 224):

@@ -181,8 +181,6 @@ class HopperKernel(spec.ForwardSpec):
             return None
         reason = f"sums in {problem.dtype} are exact enough up to {most} keys"
         wanted = _exact_splits(problem)
-        if problem.head_dim_v % 4:
-            return f"{reason}, and {problem.head_dim_v} columns of v are not split"
         if wanted > _MOST_EXACT_SPLITS:
             return f"{reason}, or up to {_MOST_EXACT_SPLITS} times as many in splits"
         size = wanted * _bytes_of_results(problem)
@@ -334,7 +332,7 @@ class HopperKernel(spec.ForwardSpec):
     def _bytes_of_split(self, problem, tile):
         """Bytes of the results of a tile for one split of the keys."""
         rows = min(tile.block_m, problem.seqlen_q * self.pack(problem))
-        return 4 * rows * problem.head_dim_v
+        return 4 * rows * split_columns(problem)
 
     def combines(self, problem: AttentionProblem, device: Device) -> bool:
         """Whether the kernel itself combines the splits of the keys."""
@@ -351,7 +349,7 @@ class HopperKernel(spec.ForwardSpec):
     def split_bytes(self, problem: AttentionProblem, device: Device) -> dict[str, int]:
         """Bytes of lse (float64) and out (float32) of all splits."""
         rows = self.num_splits(problem, device) * math.prod(problem.lse_shape)
-        return {"split_lse": 8 * rows, "split_out": 4 * problem.head_dim_v * rows}
+        return {"split_lse": 8 * rows, "split_out": 4 * split_columns(problem) * rows}
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take work tiles from a counter: kDynamic of the kernel."""
@@ -518,7 +516,7 @@ class HopperKernel(spec.ForwardSpec):
 def _choice(row, problem, device):
     """The tile and the number of splits of the keys that promise the least time."""
     tiles = row.tiles_of(problem)
-    splits = row.splits_of if problem.head_dim_v % 4 == 0 else lambda *_: (1,)
+    splits = row.splits_of
     choices = [(tile, n) for tile in tiles for n in splits(problem, tile, device)]
     has_terms = _adds_terms(problem) or problem.has_functions
     in_kernel = problem.sinks is not None
@@ -532,8 +530,6 @@ def _choice(row, problem, device):
     exists = math.prod(problem.lse_shape) > 0
     choice = min(choices, key=time) if exists and len(choices) > 1 else choices[0]
     tile, num_splits = choice
-    if problem.head_dim_v % 4:
-        return tile, 1
     return tile, max(num_splits, row.exact_splits(problem, tile, device))
 
 
@@ -549,7 +545,12 @@ def _exact_splits(problem):
 
 def _bytes_of_results(problem):
     """Bytes of lse (float64) and out (float32) of a split."""
-    return (8 + 4 * problem.head_dim_v) * math.prod(problem.lse_shape)
+    return (8 + 4 * split_columns(problem)) * math.prod(problem.lse_shape)
+
+
+def split_columns(problem: AttentionProblem) -> int:
+    """Columns from row to row of the results of a split: part_pitch() of the kernel."""
+    return -(-problem.head_dim_v // 4) * 4
 
 
 def split_states(problem, num_splits):

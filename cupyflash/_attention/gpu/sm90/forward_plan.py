@@ -10,6 +10,7 @@ from cupyflash._attention.gpu.sm90.forward import (
     HOPPER_BIAS_INPUTS,
     HOPPER_INPUTS,
     has_mask_bits,
+    split_columns,
     split_states,
 )
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
@@ -69,6 +70,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
     ]
     if not combines:
         states = split_states(problem, num_splits)
-        config, packed = combine_splits(problem, operands, states, "float32")
+        columns = split_columns(problem)
+        config, packed = combine_splits(problem, operands, states, "float32", columns)
         launches.append((config, ("split_out", "split_lse", "out", "lse", packed)))
     return Steps(launches, {**scratch, **row.split_bytes(problem, device)})

@@ -47,6 +47,21 @@ def without_rows_of_few_queries(request, monkeypatch):
 # --- selection -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dims", "alignment", "partial"),
+    [
+        *(((64, 64), 16, False), ((112, 112), 16, False), ((160, 256), 16, False)),
+        *(((50, 50), 16, True), ((64, 50), 16, True), ((144, 160), 16, True)),
+        *(((64, 64), 8, True), ((103, 103), 8, True)),
+    ],
+)
+def test_a_variant_copies_partial_rows(dims, alignment, partial):
+    head_dim, head_dim_v = dims
+    asked = problem(head_dim, head_dim_v=head_dim_v, row_alignment=alignment)
+    (config,) = ROW.configs(asked, 1, HOPPER)
+    assert (("PARTIAL_ROWS", "1") in config.variant.defines) == partial
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("terms", TERMS)
@@ -258,6 +273,22 @@ def test_sizes(rng, seqlens, dims):
     q, k, v = normal(rng, *seqlens, *dims)
     check(q, k, v)
     check(q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["shifted", "rows"])
+@pytest.mark.parametrize("dim", [50, 64, 103, 200])
+@pytest.mark.parametrize("seqlens", [(3, 300), (130, 70)])
+def test_rows_that_begin_anywhere(cupy, rng, seqlens, dim, form):
+    """As of contiguous arrays, bit for bit: only the copies to the chip are others."""
+    arrays = normal(rng, *seqlens, dim)
+    check(*arrays)
+    contiguous, anywhere = (
+        cupyflash.attention(*(place(cupy, x, f) for x in arrays), return_lse=True)
+        for f in ("plain", form)
+    )
+    for found, expected in zip(anywhere, contiguous, strict=True):
+        assert np.array_equal(to_host(found), to_host(expected))
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The Hopper row of the attention table: what it takes, and how it cuts a problem."""
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -65,11 +66,6 @@ def test_takes(dtype, head_dim, bounds):
             dataclasses.replace(problem("float16"), seqlen_k=(8 << 18) + 1),
             HOPPER,
             "exact enough up to 262144 keys, or up to 8 times as many in splits",
-        ),
-        (
-            dataclasses.replace(problem("float16"), seqlen_k=1 << 19, head_dim_v=63),
-            HOPPER,
-            "exact enough up to 262144 keys, and 63 columns of v are not split",
         ),
         (
             dataclasses.replace(problem("float16", sinks="float32"), seqlen_k=1 << 19),
@@ -463,9 +459,12 @@ def test_keys_are_split_where_tiles_are_few():
     # Sinks join where a block combines the splits.
     assert ROW.num_splits(few_queries(group=1, sinks="float32"), HOPPER) > 1
     assert ROW.combines(few_queries(group=1, sinks="float32"), HOPPER)
-    for head_dim_v in (65, 127):  # splits are vectors of 4 columns
+    for head_dim_v, columns in ((65, 68), (127, 128)):  # results are whole vectors
         odd = dataclasses.replace(few_queries(), head_dim_v=head_dim_v)
-        assert ROW.num_splits(odd, HOPPER) == 1
+        splits = ROW.num_splits(odd, HOPPER)
+        assert splits == HOPPER.num_sms // 8
+        rows = splits * math.prod(odd.lse_shape)
+        assert ROW.split_bytes(odd, HOPPER)["split_out"] == 4 * columns * rows
     # Not where a block alone is done sooner.
     for queries, least in ((1, 512), (16, 512), (17, 1024), (64, 1024)):
         for keys in (least, least - 1):

@@ -23,8 +23,8 @@ _COPIES_FROM = 256
 _MOST_COPIED = 4
 # Other kernels read rows between words of 4 bytes number by number. Copies of such
 # arrays pay off from so many queries for each head of k on, in attention and its
-# gradients, and so many keys; attention of few columns asks for more keys. Each may have
-# so many bytes if four times the result is less.
+# gradients, and so many keys; attention of few columns asks for more. Each may have so
+# many bytes if four times the result is less.
 _WORD = 4
 _ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 5, 6, 64
 _NARROW, _NARROW_KEYS_FROM = 16, 2048

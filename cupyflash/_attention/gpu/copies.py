@@ -29,6 +29,9 @@ _WORD = 4
 _ODD_FROM, _ODD_GRADIENTS_FROM, _ODD_KEYS_FROM = 5, 6, 64
 _NARROW, _NARROW_KEYS_FROM = 16, 2048
 _MOST_ODD = 1 << 28
+# The Hopper kernel splits the keys, `mma` does not: copies pay off for so few tiles of
+# so many queries, from so many keys on.
+_FEW_TILES, _OF_TILE, _SPLIT_KEYS_FROM = 64, 64, 2048
 
 
 class Copy:
@@ -102,6 +105,16 @@ def copied_for_tma(problem: AttentionProblem, arrays: dict[str, Any]) -> dict[st
     return dict.fromkeys(arrays, max(most, _MOST_ODD) if is_odd else most)
 
 
+def copied_to_split(
+    problem: AttentionProblem, arrays: dict[str, Any]
+) -> dict[str, int]:
+    """The same of calls that `mma` takes, whose keys the Hopper kernel would split."""
+    is_long = problem.seqlen_k >= _SPLIT_KEYS_FROM
+    if not _may_pay(problem) or not is_long or _num_tiles(problem) > _FEW_TILES:
+        return {}
+    return dict.fromkeys(arrays, max(most_copied(problem), _MOST_ODD))
+
+
 def copied_for_gradients(
     problem: AttentionVjpProblem, arrays: dict[str, Any]
 ) -> dict[str, int]:
@@ -120,6 +133,12 @@ def copied_for_gradients(
         numbers = sum(math.prod(written.written_shape(name)) for name in "qkv")
         most = max(most, numbers * ITEMSIZE[forward.dtype])
     return dict.fromkeys(arrays, most)
+
+
+def _num_tiles(problem):
+    """Tiles of queries, over all heads of k and batch entries."""
+    heads = math.prod(problem.batch) * problem.num_kv_heads
+    return heads * -(-problem.seqlen_q * problem.group_size // _OF_TILE)
 
 
 def _may_pay(problem):

@@ -230,14 +230,24 @@ def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
 def _select(problem, operands, device):
     """(row, what was refused, problem and operands for it, what must be copied)."""
     arrays = {name: getattr(operands, name) for name in "qkv"}
-    of_tma = _copies.copied_for_tma(problem, arrays)
-    for for_tma in (of_tma, {}) if of_tma else ({},):
+
+    def select(for_tma):
         views, copies = _copies.made_to_fit(arrays, for_tma)
         known, fit = _known(problem, operands._replace(**views))
         row, refused = kernel.select(ATTENTION_KERNELS, known, device)
-        if isinstance(row, HopperKernel):
-            break
-    return row, refused, known, fit, copies
+        return row, refused, known, fit, copies
+
+    if of_tma := _copies.copied_for_tma(problem, arrays):
+        copied = select(of_tma)
+        if isinstance(copied[0], HopperKernel):
+            return copied
+    found = select({})
+    if isinstance(found[0], MmaKernel):
+        if of_tma := _copies.copied_to_split(problem, arrays):
+            copied = select(of_tma)
+            if isinstance(copied[0], HopperKernel):
+                return copied
+    return found
 
 
 def _known(problem, operands):

@@ -126,6 +126,7 @@ ODD_PARTS = {
     "odd columns, packed heads": ((1, 4, 1, 5, 3000, 33), {}),
     "few odd columns": ((1, 2, 2, 8, 3000, 7), {}),
     "odd columns, a kernel that merges": ((1, 2, 2, 100, 3000, 65), {}),
+    "columns that are whole words": ((1, 2, 2, 8, 3000, 50), {}),
     "odd columns, sinks": ((1, 3, 3, 8, 3000, 31), {"sinks": (0.5, -1.0, 2.0)}),
 }
 

@@ -41,7 +41,7 @@ _MOST = 1 << 21
 # without a key, or beyond a window.
 _PLAIN = (
     "plain", "options", "one query", "many keys", "odd heads", "odd parts",
-    "empty parts",
+    "odd, many keys", "empty parts",
 )  # fmt: skip
 # Calls with numbers that are not finite, where no query looks, and where one does:
 # kernels that are careful, or make gradients again, run for these alone.

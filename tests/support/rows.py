@@ -124,6 +124,8 @@ ATTENTION_SHAPES = {
     "wider, many keys": ((1, 4, 70, 300), (1, 2, 600, 300), (1, 2, 600, 400)),
     # So many queries that Hopper copies rows that begin between vectors.
     "odd heads": ((1, 2, 260, 33), (1, 1, 130, 33), (1, 1, 130, 49)),
+    # Few such rows, of so many keys that it copies and splits them.
+    "odd, many keys": ((1, 2, 8, 33), (1, 2, 3000, 33), (1, 2, 3000, 49)),
     # Parts of the keys: an odd number of rows; some without a key, or beyond a window.
     "odd parts": ((1, 1, 1, 64), (1, 1, 800, 64), (1, 1, 800, 64)),
     "empty parts": ((3, 1, 5, 64), (3, 1, 1100, 64), (3, 1, 1100, 64)),
@@ -167,6 +169,7 @@ _DTYPES_OF_KIND = {
     "wider, many keys": ("float16",),
     "many keys": ("float32", "float64"),
     "odd parts": ("float16", "float32", "float64"),
+    "odd, many keys": ("float16", "float64"),
     "empty parts": ("bfloat16", "float32", "float64"),
     "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
@@ -441,10 +444,10 @@ def cases(operation, name, arch="sm_90a"):
 
 
 def _lies_between_vectors(shapes, dtype):
-    """Whether 16-bit rows are no whole vectors, and queries too few for copies."""
-    (*_, seqlen_q, _), *_ = shapes
+    """Whether 16-bit rows are no whole vectors, and too few rows for copies."""
+    (*_, seqlen_q, _), (*_, seqlen_k, _), _ = shapes
     is_odd = any(shape[-1] % 8 for shape in shapes)
-    return dtype in ("float16", "bfloat16") and is_odd and seqlen_q < 256
+    return dtype in ("float16", "bfloat16") and is_odd and seqlen_q < 256 and seqlen_k < 2048
 
 
 def _without_tensor_maps(problem):

@@ -447,7 +447,12 @@ def _lies_between_vectors(shapes, dtype):
     """Whether 16-bit rows are no whole vectors, and too few rows for copies."""
     (*_, seqlen_q, _), (*_, seqlen_k, _), _ = shapes
     is_odd = any(shape[-1] % 8 for shape in shapes)
-    return dtype in ("float16", "bfloat16") and is_odd and seqlen_q < 256 and seqlen_k < 2048
+    return (
+        dtype in ("float16", "bfloat16")
+        and is_odd
+        and seqlen_q < 256
+        and seqlen_k < 2048
+    )
 
 
 def _without_tensor_maps(problem):

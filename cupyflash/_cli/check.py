@@ -91,7 +91,7 @@ _ATTENTION_SHAPES = {
     "one query": (1, 100, 64, 64),  # of many entries
     "wide heads": (130, 200, 200, 136),
     "wider heads": (130, 600, 576, 512),
-    "odd heads": (130, 200, 65, 49),  # rows are not 16-byte aligned
+    "odd heads": (130, 200, 66, 50),  # rows are not 16-byte aligned, but words
     "copied heads": (300, 200, 65, 49),  # copied to aligned rows first, on Hopper
 }
 

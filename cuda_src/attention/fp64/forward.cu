@@ -24,7 +24,8 @@
 //            next is ready when the tensor cores are free
 // Numbers    all in float64. p v of a tile is summed on its own before it is added to
 //            o, and so are runs of tiles (attention/simt/long_sums.cuh)
-// Limits     the host rounds kHeadDim and kHeadDimV up; zeros pad
+// Limits     the host rounds kHeadDim and kHeadDimV up; zeros pad. With PARTIAL_ROWS
+//            rows that are shorter, or begin between 16-byte vectors, are copied fast
 //
 // The products are s = q k^T and o^T = v^T p^T: a lane holds of s, as a result, exactly
 // what it needs of p as the second operand, and reads two adjacent columns of v, 16

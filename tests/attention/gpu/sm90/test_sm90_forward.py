@@ -557,6 +557,7 @@ def test_the_model_counts_the_keys_of_each_tile(options, keys):
     ("dtype", "seqlen_k", "num_splits"),
     [
         ("float16", 1 << 18, 1),
+        ("float16", 1 << 19, 2),
         ("float16", (1 << 18) + 1, 2),
         ("float16", 1 << 21, 8),
         ("bfloat16", 1 << 21, 1),
@@ -571,6 +572,10 @@ def test_keys_are_split_where_a_sum_would_not_be_exact_enough(
     assert ROW.num_splits(asked, HOPPER) == num_splits
     # There are more tiles than a block counts; another kernel combines the splits.
     assert len(ROW.configs(asked, 1, HOPPER)) == (1 if num_splits == 1 else 2)
+    # Whatever the columns of v.
+    odd = dataclasses.replace(asked, head_dim_v=63)
+    assert ROW.unsupported_reason(odd, HOPPER) is None
+    assert ROW.num_splits(odd, HOPPER) == num_splits
 
 
 def test_splits_that_fill_the_device_are_short_enough():

@@ -8,7 +8,7 @@ import oracle
 import pytest
 from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host, wide
 from made_up import Card
-from placing import place
+from placing import empty, place
 from test_attention_vjp import agree, inputs
 
 import cupyflash
@@ -422,6 +422,25 @@ def test_odd_rows_of_few_queries(cupy, rng, dim, form, queries, heads, keys, kin
         told = cupyflash.explain("attention_vjp", *arguments, **options)
         assert told.kernel == "hopper"
         assert told.details["copied first"].startswith("q, k, v")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["shifted", "rows", "swapped", "reversed"])
+@pytest.mark.parametrize("queries", [8, 40])
+@pytest.mark.parametrize("dim", [50, 103])
+def test_splits_are_combined_where_out_lies(cupy, rng, dim, queries, form):
+    """By the kernel itself, and by another of more queries."""
+    q, k, v = (
+        rng.normal(size=(1, 2, n, dim)).astype(np.float16)
+        for n in (queries, 3000, 3000)
+    )
+    placed = [place(cupy, x) for x in (q, k, v)]
+    expected = cupyflash.attention(*placed)
+    out = empty(cupy, q.shape, q.dtype, form)
+    assert cupyflash.attention(*placed, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(expected))
+    exact, *_ = oracle.attention(q, k, v, real=np.float64)
+    assert max_error(to_host(out), exact) < 1e-3
 
 
 @pytest.mark.gpu

@@ -196,9 +196,35 @@ def test_positions_are_those_among_the_keys(name, seqlen_q, seqlen_k, offset):
 
 
 @pytest.mark.gpu
-def test_keys_are_split_where_few_queries_see_a_list():
+@pytest.mark.parametrize("dims", [(103, 103), (50, 35), (7, 5)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score": lambda s, i, j: s - 0.01 * abs(i - j)},
+        {"score": lambda s, i, j: s + 0.3 * ((i + j) % 5)},
+        {"mask": lambda i, j: (7 * i + j) % 3 != 0},
+    ],
+)
+def test_keys_of_odd_columns_are_split(options, dims):
     cupy = pytest.importorskip("cupy")
-    q, k, v = inputs((1, 4, 7, 128), (1, 1, 20_000, 128), (1, 1, 20_000, 128))
+    head_dim, head_dim_v = dims
+    shapes = (1, 2, 8, head_dim), (1, 2, 3000, head_dim), (1, 2, 3000, head_dim_v)
+    q, k, v = inputs(*shapes)
+    given = list(map(cupy.asarray, (q, k, v)))
+    told = cupyflash.explain("attention", *given, **options)
+    assert told.details["split of the keys"] > 1
+    assert told.details["copied first"] == "q, k, v"
+    out = cupyflash.attention(*given, **options)
+    wanted = cupyflash.attention(*(x.astype("f8") for x in (q, k, v)), **options)
+    assert largest_error(out, wanted) < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [103, 128])
+def test_keys_are_split_where_few_queries_see_a_list(head_dim):
+    cupy = pytest.importorskip("cupy")
+    of_k = (1, 1, 20_000, head_dim)
+    q, k, v = inputs((1, 4, 7, head_dim), of_k, of_k)
     options = {"mask": lambda i, j: (j // 512) % 3 == 0, "query_offset": 19_000}
     given = list(map(cupy.asarray, (q, k, v)))
     told = cupyflash.explain("attention", *given, **options)

@@ -234,7 +234,7 @@ _DTYPES_OF_KIND = dict.fromkeys(
     "wide heads": ("bfloat16", "float64"),
     "fewer queries": ("float32",),
     "few rows": ("float32",),
-    "several queries": ("float64",),
+    "several queries": ("bfloat16", "float64"),
     "few keys": ("float32", "float64"),
 }
 

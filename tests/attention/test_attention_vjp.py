@@ -561,14 +561,18 @@ def test_explain(xp, rng):
 
 @pytest.mark.gpu
 def test_memory_is_linear(cupy, rng):
-    """Beside the gradients: delta, and nothing of the size of the scores."""
+    """Beside the gradients: delta and the inputs in rows of 64 columns, at most.
+
+    And nothing of the size of the scores.
+    """
     q = cupy.ones((1, 4, 4096, 16), np.float32)
     out, lse = cupyflash.attention(q, q, q, return_lse=True)
     cupyflash.attention_vjp(out, q, q, q, out, lse)
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         grads = cupyflash.attention_vjp(out, q, q, q, out, lse)
-        assert pool.total_bytes() <= 3 * q.nbytes + 2 * lse.nbytes
+        padded = q.nbytes * 64 // q.shape[-1]
+        assert pool.total_bytes() <= 3 * q.nbytes + 2 * lse.nbytes + 4.2 * padded
         del grads
 
 

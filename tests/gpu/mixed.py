@@ -72,6 +72,7 @@ _ENTRIES = {
     "tiny": (lambda seed: (2, 3 + seed % 2, 4, 8), "float32"),
     "one query": (lambda seed: (4, 1, 90 + seed % 16, 64), "float16"),
     "several queries": (lambda seed: (1, 4 + seed % 5, 100 + seed % 12, 64), "float64"),
+    "few rows": (lambda seed: (1, 8 + seed % 9, 100 + seed % 12, 64), "bfloat16"),
     "few keys": (lambda seed: (1, 40 + seed % 9, 12 + seed % 5, 32), "float64"),
 }
 
@@ -205,6 +206,7 @@ _BUILDERS = {
     "attention_vjp of tiny entries": _entries_vjp("tiny"),
     "attention_vjp of one query an entry": _entries_vjp("one query"),
     "attention_vjp of several queries": _entries_vjp("several queries"),
+    "attention_vjp of few rows": _entries_vjp("few rows"),
     "attention_vjp of few keys": _entries_vjp("few keys"),
     "attention_vjp with a bias": _attention_vjp("bfloat16", has_bias=True),
     "merge": _merge,

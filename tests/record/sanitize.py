@@ -81,6 +81,7 @@ _EACH_LANE_ARRIVES = "EACH_LANE_ARRIVES"
 _FOLLOWED_BY_LANES = {
     "attention/tiled_f64", "attention/hopper", "attention_vjp/hopper",
     "attention_vjp/hopper_wide", "attention_vjp/mma", "attention_vjp/tiled",
+    "attention_vjp/mma_few",
 }  # fmt: skip
 
 

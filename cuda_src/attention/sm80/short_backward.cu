@@ -33,16 +33,15 @@
 //            a query does not see still turn into NaN, as does a dS too large for
 //            elem_t: *nonfinite then asks for another kernel, which reads delta
 #include "attention/simt/loop_splits.cuh"
-#include "attention/sm80/short.cuh"
+#include "attention/sm80/short_backward.cuh"
 #include "ptx/barrier.cuh"
 
-#if !defined(BLOCK_M) || !defined(GROUPED)
-#error "BLOCK_M and GROUPED come from the host"
+#ifndef GROUPED
+#error "GROUPED comes from the host"
 #endif
 #ifndef STAGES
 #define STAGES 1
 #endif
-constexpr int kBlockM = BLOCK_M;
 constexpr bool kGrouped = GROUPED;  // several tiles of queries share k and v
 constexpr int kStages = STAGES;     // tiles of queries on chip
 static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
@@ -58,8 +57,6 @@ struct short_grads_t {
   operand_t dout, lse, dlse, dq, dk, dv;
 };
 
-using matrix_q = matrix_t<kHeadDim>;
-using matrix_v = matrix_t<kHeadDimV>;
 using matrix_p = matrix_t<(kBlockN + 15) / 16 * 16>;
 
 // Warps that share 16 queries of wide heads.
@@ -111,39 +108,6 @@ struct smem_t {
     return {q(stage).rows + matrix_q::bytes(kBlockM)};
   }
 };
-
-// float16 has a narrow range: P and dS are multiplied by powers of two before they are
-// rounded to it. P by 2^15; dS so that 65536 stands for 2^7 times max |dO| of the head.
-constexpr bool kNarrow = sizeof(elem_t) == 2 && !pair16_t::kIsBfloat16;
-constexpr float kFactorP = kNarrow ? 32768.f : 1.f;
-
-// max |dO| over 16 rows, as the bits of a float.
-__device__ __forceinline__ unsigned largest_of_rows(const matrix_v& dout, int row) {
-  unsigned largest = 0;
-#pragma unroll
-  for (int n = lane_index(); n < kRows * matrix_v::kChunks; n += kWarpSize) {
-    const uint4 chunk = *reinterpret_cast<const uint4*>(
-        dout.rows + (row + n / matrix_v::kChunks) * matrix_v::kPitch +
-        n % matrix_v::kChunks * 16);
-    const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      largest = max(largest, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
-    }
-  }
-  largest = __reduce_max_sync(kFullMask, largest);
-  return __float_as_uint(to<float>(half_t{static_cast<unsigned short>(largest)}));
-}
-__device__ __forceinline__ float factor_of_ds(const unsigned* largest_of_warps) {
-  if constexpr (!kNarrow) return 1;
-  unsigned largest = 0;
-#pragma unroll
-  for (int n = 0; n < kBlockM / kRows; ++n) {
-    largest = max(largest, largest_of_warps[n]);
-  }
-  const int exponent = min(max(static_cast<int>(largest >> 23) - 126, -24), 16);
-  return __int_as_float((127 + 9 - exponent) << 23);
-}
 
 // Whether a recomputed lse is the given one up to the rounding of two kernels.
 __device__ __forceinline__ bool is_same_lse(float own, float given) {

@@ -40,6 +40,8 @@ from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
 from cupyflash._attention.gpu.sm80.backward_plan import mma_vjp_steps
+from cupyflash._attention.gpu.sm80.few_backward import MmaFewVjpKernel
+from cupyflash._attention.gpu.sm80.few_backward_plan import few_vjp_steps
 from cupyflash._attention.gpu.sm80.short_backward import MmaShortVjpKernel
 from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
 from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
@@ -60,6 +62,7 @@ _STEPS = {
     HopperWideVjpKernel: hopper_wide_vjp_steps,
     MmaVjpKernel: mma_vjp_steps,
     GemvVjpKernel: gemv_vjp_steps,
+    MmaFewVjpKernel: few_vjp_steps,
     MmaShortVjpKernel: short_vjp_steps,
     TinyVjpKernel: tiny_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,
@@ -71,6 +74,8 @@ _STEPS = {
 }
 # Those that load by TMA and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
+# Those for which rows between vectors are copied first.
+_OF_COPIES = (*_BY_VECTORS, MmaFewVjpKernel)
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -239,7 +244,7 @@ def _select(problem, operands, device):
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
         known, fit = _known(problem, fit)
         row, refused = kernel.select(ATTENTION_VJP_KERNELS, known, device)
-        if isinstance(row, _BY_VECTORS):
+        if isinstance(row, _OF_COPIES):
             break
     return row, refused, known, fit, copies
 

@@ -135,6 +135,7 @@ def representative():
     yield from _bounded()
     yield from _few()
     yield from _few_rows()
+    yield from _few_rows_of_gradients()
     yield from _several()
     yield from _short()
     yield from _tiny()
@@ -212,6 +213,26 @@ def _few_rows():
             yield replace(asked, no_vectors="they start anywhere"), 1
             yield replace(asked, **_ALL_OPTIONS, no_vectors="they start anywhere"), 2
         yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
+
+
+def _few_rows_of_gradients():
+    """Few queries of many keys in 16 bits, of heads that are many, and few."""
+    for head_dim, heads, queries in itertools.product(
+        (32, 64, 192, 256), (1024, 100), (16, 32)
+    ):
+        few = {"num_heads": heads, "num_kv_heads": heads, "seqlen_q": queries}
+        asked = replace(made_up("bfloat16", head_dim), **few)
+        yield asked, 1
+        if head_dim == 256:
+            yield replace(asked, bias="float32", mask="bool"), 1
+            yield replace(asked, key_lengths="int32", right=0), 1
+            yield replace(asked, softcap=30.0, alibi_slopes="float32"), 1
+        if head_dim in (64, 256):
+            yield replace(asked, **_ALL_OPTIONS), 2
+            yield replace(asked, dtype="float16"), 1
+    few = {"num_heads": 1024, "num_kv_heads": 1024, "seqlen_q": 16}
+    for dtype in ("float16", "bfloat16"):
+        yield replace(made_up(dtype, 96), **few), 1
 
 
 def _several():

@@ -359,6 +359,11 @@ VJP_PRODUCTS = {
         ("fp64/short_backward_wide.cu: unit * kWarpRows",
          lambda p: attention_config.num_heads(p) * (p.seqlen_q + 16)),
     ),
+    "mma_few": (
+        ("sm80/few_backward.cu: col - row", lambda p: (1 << 30) + p.seqlen_q + 16),
+        ("sm80/few_backward.cu: kBlockN * tiles of a block",
+         lambda p: p.seqlen_q * 32),
+    ),
     "few_f64": (
         ("fp64/few_backward.cuh: tile * kKeys", lambda p: p.seqlen_k + 9 * 16),
         ("fp64/few_backward.cu: queries * kDim", lambda p: p.seqlen_q * 256),

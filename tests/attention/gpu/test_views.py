@@ -420,7 +420,8 @@ def test_odd_rows_of_few_queries(cupy, rng, dim, form, queries, heads, keys, kin
         out, lse = cupyflash.attention(*placed, return_lse=True, **options)
         arguments = place(cupy, dout), *placed, out, lse
         told = cupyflash.explain("attention_vjp", *arguments, **options)
-        assert told.kernel == "hopper"
+        few = (dim, queries) == (64, 6)
+        assert told.kernel == ("mma_few" if few else "hopper")
         assert told.details["copied first"].startswith("q, k, v")
 
 

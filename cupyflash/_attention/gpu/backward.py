@@ -74,7 +74,7 @@ _STEPS = {
 }
 # Those that load by TMA and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
-# Those for which rows between vectors are copied first.
+# Those for which rows between vectors are copied first on cards that have TMA.
 _OF_COPIES = (*_BY_VECTORS, MmaFewVjpKernel)
 
 
@@ -244,7 +244,7 @@ def _select(problem, operands, device):
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
         known, fit = _known(problem, fit)
         row, refused = kernel.select(ATTENTION_VJP_KERNELS, known, device)
-        if isinstance(row, _OF_COPIES):
+        if isinstance(row, _OF_COPIES) and device.cc[0] == 9:
             break
     return row, refused, known, fit, copies
 

@@ -41,7 +41,6 @@ from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
 from cupyflash._attention.gpu.sm80.backward_plan import mma_vjp_steps
 from cupyflash._attention.gpu.sm80.few_backward import MmaFewVjpKernel
-from cupyflash._attention.gpu.sm80.few_backward_plan import few_vjp_steps
 from cupyflash._attention.gpu.sm80.short_backward import MmaShortVjpKernel
 from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
 from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
@@ -62,7 +61,7 @@ _STEPS = {
     HopperWideVjpKernel: hopper_wide_vjp_steps,
     MmaVjpKernel: mma_vjp_steps,
     GemvVjpKernel: gemv_vjp_steps,
-    MmaFewVjpKernel: few_vjp_steps,
+    MmaFewVjpKernel: short_vjp_steps,
     MmaShortVjpKernel: short_vjp_steps,
     TinyVjpKernel: tiny_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,

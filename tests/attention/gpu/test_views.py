@@ -391,14 +391,14 @@ def test_what_is_copied(monkeypatch, arch, dtype, sizes, forward, backward):
     copies = arch == "sm_90" and dtype == "float16"
     # Copies of few rows that are whole vectors suit the row for few queries.
     few = "mma_few" if dim % 8 == 0 and queries <= 16 else "hopper"
-    for told, expected, kernel in (
+    for told, expected, taken_by in (
         (cupyflash.explain("attention", q, k, v), forward, "hopper"),
         (cupyflash.explain("attention_vjp", dout, q, k, v, out, lse), backward, few),
     ):
         copied = told.details.get("copied first", "")
         assert copied == (expected if copies else "")
         if copied:
-            assert told.kernel == kernel
+            assert told.kernel == taken_by
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cupyflash._attention.gpu import spec
 from cupyflash._attention.gpu.config import (
@@ -58,6 +59,9 @@ class MmaFewVjpKernel(BackwardSpec):
     heads of over 16 queries `least_keys_of_many`. `registers` are those of a thread
     without options, up to a head dimension and so many queries in tiles.
     """
+
+    grads: ClassVar[Struct] = FEW_GRADS
+    of_splits: ClassVar[tuple[str, ...]] = ("dq",)  # of which they have terms
 
     most_queries: dict[float, tuple[int, int]]
     of_vectors: int

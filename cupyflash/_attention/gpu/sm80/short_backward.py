@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cupyflash._attention.gpu.config import LONG_SUM, MOST_COUNTED, if_on, is_plain
 from cupyflash._attention.gpu.gradient_limits import refuse_gradients
@@ -58,6 +59,9 @@ class MmaShortVjpKernel(BackwardSpec):
     at a time. `queries_of_few_wide_heads` are the fewest of heads that do not fill a
     device of sm_90.
     """
+
+    grads: ClassVar[Struct] = SHORT_GRADS
+    of_splits: ClassVar[tuple[str, ...]] = ("dk", "dv")  # of which they have terms
 
     registers: dict[int, dict[float, int]]
     few_keys: dict[int, int]

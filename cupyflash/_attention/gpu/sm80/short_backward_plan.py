@@ -1,14 +1,13 @@
-"""The launches of the gradients of short entries."""
+"""The launches of the gradients of few queries or keys, which come from one kernel."""
 
 from cupyflash._attention.gpu import gradient_layout
 from cupyflash._attention.gpu.gradient_plan import Kernels, last_arguments
 from cupyflash._attention.gpu.simt.fallback import fallbacks
-from cupyflash._attention.gpu.sm80.short_backward import SHORT_GRADS
 from cupyflash._cuda.launch_sequence import Steps, num_bytes
 
 
 def short_vjp_steps(row, problem, operands, device) -> Steps:
-    """dq, dk and dv in one launch; terms of dk and dv if blocks share queries.
+    """dq, dk and dv in one launch; terms of row.of_splits if blocks share a loop.
 
     A gradient that is not finite may come from hidden keys, as 0 * NaN: the portable
     kernels then compute all of them again.
@@ -19,16 +18,17 @@ def short_vjp_steps(row, problem, operands, device) -> Steps:
     scratch = {"found": 4, "delta": num_bytes(problem.rows_shape, "float32")}
     splits = row.num_splits(forward, device)
     of_splits: tuple[int, ...] = ()
-    of_keys, sums = ("dk", "dv"), []
+    into, sums = {name: name for name in ("dq", "dk", "dv")}, []
     if splits > 1:
+        of_splits = (splits,)
         make = Kernels(row, forward, layout, device)
-        of_splits, of_keys = (splits,), ("dk_terms", "dv_terms")
-        for name in ("dk", "dv"):
-            step, scratch[f"{name}_terms"] = make.sum_of_splits(name, splits)
+        for name in row.of_splits:
+            into[name] = f"{name}_terms"
+            step, scratch[into[name]] = make.sum_of_splits(name, splits)
             sums.append(step)
     arguments = (
-        "q", "k", "v", "dout", "out", "lse", "dlse", "delta", *of_splits, "dq",
-        *of_keys, "found", *last_arguments(layout, SHORT_GRADS),
+        "q", "k", "v", "dout", "out", "lse", "dlse", "delta", *of_splits,
+        *into.values(), "found", *last_arguments(layout, row.grads),
     )  # fmt: skip
     launches = [(row.config(forward, dims, device, splits), arguments), *sums]
     inputs = ("q", "k", "v", "dout", "lse", "delta")

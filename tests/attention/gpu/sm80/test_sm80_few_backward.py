@@ -16,7 +16,7 @@ from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.config import num_heads
 from cupyflash._attention.gpu.sm80.few_backward import FEW_GRADS, MMA_FEW_VJP
-from cupyflash._attention.gpu.sm80.few_backward_plan import few_vjp_steps
+from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import kernel
 
@@ -146,7 +146,13 @@ def test_blocks_fit_a_multiprocessor(arch, dtype, head_dim, queries, heads):
 @pytest.mark.parametrize("batch", [(3,), (1000,)])
 def test_gradients_go_where_their_arrays_have_them(layout, batch):
     launches = small_entries.check_strides_of_gradients(
-        MMA_FEW_VJP, few_vjp_steps, FEW_GRADS, layout, batch, (2, 2), (7, 2000, 32, 24)
+        MMA_FEW_VJP,
+        short_vjp_steps,
+        FEW_GRADS,
+        layout,
+        batch,
+        (2, 2),
+        (7, 2000, 32, 24),
     )
     terms = [names for _, names in launches if "dq_terms" in names]
     assert len(terms) == (2 if batch == (3,) else 0)
